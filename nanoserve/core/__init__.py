@@ -1,0 +1,1 @@
+"""The nouns: frozen values that cross floors. Standard library only; nothing here knows torch, Ray, HTTP or text."""

@@ -1,0 +1,76 @@
+"""Settings as users give them (``EngineArgs``) and the few counts that a scheduler needs (``SchedulerConfig``)."""
+
+import re
+from dataclasses import dataclass
+
+from nanoserve.core.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of "4GiB", "512MiB", "1e9" or an integer.
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size).lower())
+    try:
+        value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    except (ValueError, KeyError, OverflowError):
+        value = 0
+    if value <= 0:
+        raise ConfigError(f"A memory size looks like 4GiB, 512MiB or a number of bytes. Given: {size!r}.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The counts that bound a scheduler. ``num_blocks`` blocks of ``block_size`` tokens are the whole KV pool.
+
+    ``max_queued_requests``/``max_queued_tokens`` bound the waiting queue (tokens: prompt tokens).
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` must be >= 1. Given: {getattr(self, name)}.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """The engine flags of ``nanoserve serve``, ``LLM(...)`` and the Serve builder: same names, same meaning.
+
+    ``model``: a folder, a hub id or "demo". ``kv_cache_memory``: bytes or "4GiB"; None takes ``memory_fraction`` of
+    what is free after loading. ``max_model_len`` None: the model's own, cut to what the KV pool can hold.
+    """
+
+    model: str = "demo"
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str = "none"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory: str | int | None = None
+    memory_fraction: float | None = None
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    seed: int | None = None
+    deterministic: bool = False
+    num_threads: int | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000

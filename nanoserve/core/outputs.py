@@ -1,0 +1,61 @@
+"""What an engine tells its doors after a step."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from nanoserve.core.plan import TokenLogprobs
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. ``ERROR`` carries a message in ``RequestOutput.error``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """News of one request: the tokens since the last output, never earlier ones.
+
+    A stop or EOS token that ended the request is the last of ``new_token_ids`` and repeated as ``stop_token_id``.
+    ``num_cached_tokens`` counts the prompt tokens whose KV was reused at first admission. ``error`` is (type, message).
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Counts and seconds of one step, or of an idle engine. ``num_*_total`` are counters since the start.
+
+    ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step: hex block hashes.
+    """
+
+    step_id: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_scheduled_tokens: int = 0
+    num_prompt_tokens_total: int = 0
+    num_cached_tokens_total: int = 0
+    num_generated_tokens_total: int = 0
+    num_preemptions_total: int = 0
+    num_finished_total: int = 0
+    num_aborted_total: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+    blocks_published: tuple[str, ...] = field(default=())
+    blocks_evicted: tuple[str, ...] = field(default=())

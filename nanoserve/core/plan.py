@@ -1,0 +1,98 @@
+"""The plan of one step and its result: what crosses between the scheduler and whoever owns the tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nanoserve.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedState:
+    """What an executor must know to start (or, after a preemption, restart) a request.
+
+    ``token_ids``: every token known so far, prompt then output. ``num_prompt_tokens``: how many of them are prompt.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's share of a step. One shape for new, continuing, resumed and speculating requests.
+
+    ``token_ids`` are computed now, at positions ``num_computed_tokens ...``. ``new_block_ids`` are appended to the
+    request's block table before the step. Logits are needed for the last ``num_logits`` of the positions; the last
+    ``num_samples`` of those sample a token (0: the prompt goes on; 1: usual; k + 1: k drafts are verified). The rows
+    before them only score the token that follows (prompt logprobs). ``admitted`` is set when the executor does not hold the
+    request; ``new_block_ids`` is then its whole table, prefix hits included.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    num_logits: int = 0
+    num_samples: int = 0
+    admitted: AdmittedState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy one block's KV of all layers before the step. ``source``/``target`` name tiers: "device" or "host"."""
+
+    source_block_id: int
+    target_block_id: int
+    source: str = "device"
+    target: str = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """The plan of one step: pure data, picklable, no tensors, no live sequences.
+
+    ``released_request_ids``: requests that the executor forgets before it admits anything (finished, aborted,
+    preempted).
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+    released_request_ids: tuple[str, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of one position: the token, its rank (1 is the most likely), and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What one request got from a step.
+
+    ``token_ids``: sampled now, several when drafts were accepted. ``logprobs``: one entry a token when asked for.
+    ``prompt_logprobs``: one entry for each scored prompt position, in order: the entry of position p is of token p + 1.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """The result of one step, by request id. A request that only went on with its prompt may be absent."""
+
+    step_id: int
+    sampled: Mapping[str, SampledTokens] = field(default_factory=dict)

@@ -1,0 +1,28 @@
+"""What a door hands to an engine: tokens and settings, checked, never text."""
+
+from dataclasses import dataclass
+
+from nanoserve.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to generate; ``n`` choices are ``n`` of these. Made in ``text/preprocess``, valid by construction.
+
+    ``sampling`` is resolved: ``n`` is 1, ``seed`` and ``max_tokens`` are set, ``stop`` is empty (the door judges stop
+    strings), and ``stop_token_ids`` holds the model's EOS ids (unless ``ignore_eos``) and the request's own.
+    ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
+    ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
+    ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
+    request): they count as output for penalties and positions, not as prompt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: str | None = None
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    num_prior_output_tokens: int = 0

@@ -1,0 +1,1 @@
+"""The fold: schedule, execute, update. Knows neither torch nor Ray nor text."""

@@ -1,0 +1,1 @@
+"""Tensors: the only folder that imports torch. ``build`` is its one doorway."""

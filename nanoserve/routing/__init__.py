@@ -1,0 +1,1 @@
+"""Which replica: pure functions over what the feeds tell."""
