@@ -26,8 +26,8 @@ class ScheduledRequest:
     ``token_ids`` are computed now, at positions ``num_computed_tokens ...``. ``new_block_ids`` are appended to the
     request's block table before the step. Logits are needed for the last ``num_logits`` of the positions; the last
     ``num_samples`` of those sample a token (0: the prompt goes on; 1: usual; k + 1: k drafts are verified). The rows
-    before them only score the token that follows (prompt logprobs). ``admitted`` is set when the executor does not hold the
-    request; ``new_block_ids`` is then its whole table, prefix hits included.
+    before them only score the token that follows (prompt logprobs). ``admitted`` is set when the executor does not
+    hold the request; ``new_block_ids`` is then its whole table, prefix hits included.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: vLLM's field names, checked on construction, so an instance is always valid."""
+"""How a request wants its tokens chosen: vLLM's field names, checked on construction, so always valid."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ MAX_N = 128
 class StructuredOutputs:
     """A grammar that the output must match; exactly one field is set.
 
-    ``json`` is a JSON schema as text, ``regex`` a regular expression, ``choice`` the allowed answers, ``grammar`` a Lark
-    grammar, ``json_object`` any JSON object.
+    ``json`` is a JSON schema as text, ``regex`` a regular expression, ``choice`` the allowed answers, ``grammar`` a
+    Lark grammar, ``json_object`` any JSON object.
     """
 
     json: str | None = None
@@ -40,8 +40,8 @@ class SamplingParams:
     """Immutable sampling settings of one request.
 
     ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0, penalties 0 (repetition 1) are off; ``temperature`` 0 is greedy.
-    ``seed`` is taken modulo 2**64 from the signed or unsigned 64-bit range. ``max_tokens`` None means up to the context's
-    end. ``logprobs`` counts alternatives beside the chosen token (0 gives only the chosen one), None is off.
+    ``seed`` is taken modulo 2**64 from the signed or unsigned 64-bit range. ``max_tokens`` None means up to the
+    context's end. ``logprobs`` counts alternatives beside the chosen token (0 gives only the chosen one), None is off.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
