@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoserve.scheduler.policy import Decision, Limits, Waiting, plan_step
 
@@ -112,9 +113,7 @@ def test_any_decision_is_affordable_and_fair(
     running: list[Counts], waiting: list[Waiting], gains: list[int], num_free: int, budget: int, max_num_seqs: int
 ) -> None:
     releases = Reads(gains)
-    decision = plan_step(
-        running, waiting, releases, num_free_blocks=num_free, limits=limits(budget, max_num_seqs)
-    )
+    decision = plan_step(running, waiting, releases, num_free_blocks=num_free, limits=limits(budget, max_num_seqs))
     num_kept = len(running) - decision.num_preempted
     assert sum(decision.grants) + sum(decision.admissions) <= budget
     assert len(running) + len(decision.admissions) <= max_num_seqs

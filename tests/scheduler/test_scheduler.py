@@ -80,9 +80,7 @@ def test_without_prefix_caching_nothing_is_found_or_filed() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [4, 64])
 def test_a_pool_barely_larger_than_the_longest_request_serves_sixteen_clients(caching: bool, budget: int) -> None:
-    config = make_config(
-        num_blocks=9, max_num_seqs=16, max_num_batched_tokens=budget, enable_prefix_caching=caching
-    )
+    config = make_config(num_blocks=9, max_num_seqs=16, max_num_batched_tokens=budget, enable_prefix_caching=caching)
     driver = Driver(config)
     for i in range(16):
         driver.add(make_request(f"r{i}", [(i + j) % 3 for j in range(3 + i)], max_tokens=32 - i, logprobs=0))
@@ -195,7 +193,7 @@ def test_a_continued_request_counts_what_it_generated_before() -> None:
     prompt = tuple(i % 3 for i in range(6))
     rest = run_one(driver, "rest", (*prompt, *whole[:2]), max_tokens=5, num_prior_output_tokens=2)
     assert [*whole[:2], *rest] == whole
-    admitted = [r.admitted for plan in driver.executor.plans for r in plan.scheduled if r.request_id == "rest"][0]
+    admitted = next(r.admitted for plan in driver.executor.plans for r in plan.scheduled if r.request_id == "rest")
     assert admitted is not None
     assert admitted.num_prompt_tokens == 6
     assert run_one(driver, "over", (*prompt, *whole), max_tokens=5, num_prior_output_tokens=5) == []
