@@ -27,7 +27,7 @@ def main() -> None:
     args = _arguments()
     items = WORKLOADS[args.workload].items()
     runs: dict[str, list[dict[str, float]]] = {}
-    engines = {name: run for name, run in _engines(args).items()}
+    engines = _engines(args)
     for repeat in range(args.repeat + args.warmup):
         for name, run in engines.items():
             figures = summary(run(items))
