@@ -12,6 +12,7 @@ from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
 from nanoserve.model.config import ModelConfig, load_config
 from nanoserve.model.folder import resolve_model
+from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool, count_blocks
@@ -85,7 +86,8 @@ def build(args: EngineArgs) -> LoadedModel:
         attention_rejected=rejected,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
-    runner = ModelRunner(network, backend, pool, batch=batch, max_num_seqs=args.max_num_seqs)
+    grammars = GrammarTable(GrammarTokenizer(folder, config.vocab_size))
+    runner = ModelRunner(network, backend, pool, batch=batch, grammars=grammars, max_num_seqs=args.max_num_seqs)
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
 
 

@@ -22,6 +22,7 @@ from nanoserve.core.plan import (
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
 from nanoserve.model.blocked_logits import BlockedLogits
+from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.logprobs import score
@@ -45,12 +46,20 @@ class ModelRunner:
     """Owns KV tensors and the mirror of the batch; called by one thread."""
 
     def __init__(
-        self, network: Network, backend: AttentionBackend, pool: KVPool, *, batch: InputBatch, max_num_seqs: int
+        self,
+        network: Network,
+        backend: AttentionBackend,
+        pool: KVPool,
+        *,
+        batch: InputBatch,
+        grammars: GrammarTable,
+        max_num_seqs: int,
     ) -> None:
         self._network = network
         self._backend = backend
         self._pool = pool
         self._batch = batch
+        self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table)
         self._states: dict[str, AdmittedState] = {}
@@ -68,6 +77,7 @@ class ModelRunner:
         self._confirm(plan.scheduled, rows)
         hidden = self._forward(batch)
         sampled = self._sample(plan.scheduled, rows, batch, hidden)
+        self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
@@ -78,6 +88,7 @@ class ModelRunner:
     def _release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._batch.release(request_id)
+            self._grammars.release(request_id)
             self._states.pop(request_id, None)
 
     def _admit(self, scheduled: Sequence[ScheduledRequest]) -> None:
@@ -86,6 +97,7 @@ class ModelRunner:
                 row = self._batch.admit(request.request_id)
                 self._states[request.request_id] = request.admitted
                 self._table.admit(row, request.admitted)
+                self._grammars.admit(request.request_id, request.admitted)
 
     def _confirm(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> None:
         """Lets penalties count the tokens that this plan shows to be part of the request."""
@@ -114,6 +126,7 @@ class ModelRunner:
                 rows=np.repeat(rows, counts),
                 positions=batch.positions.numpy()[places] + 1,
                 drafts=_drafts(scheduled, starts) if total > len(scheduled) else {},
+                allowed=self._grammars.allowed(scheduled, starts.tolist()),
             ),
         )
         return {

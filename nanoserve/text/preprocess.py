@@ -201,11 +201,11 @@ class Preprocessor:
             thinking = Thinking.OFF
         if tools.forced:
             functions = [tool["function"] for tool in tools.forced]
-            return Grammar(after_thoughts(tool_call_grammar(functions), thinking))
+            return Grammar(after_thoughts(tool_call_grammar(functions), thinking), self._defaults.eos_token_ids)
         if form is None:
             return None
         spec, param = form
-        return Grammar(after_thoughts(grammar_text(spec, param=param), thinking))
+        return Grammar(after_thoughts(grammar_text(spec, param=param), thinking), self._defaults.eos_token_ids)
 
     # Prompts
 

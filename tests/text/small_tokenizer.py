@@ -1,4 +1,4 @@
-"""A byte-level BPE with Qwen's pre-tokenizer and special tokens, trained in a moment, and a chat template of its own."""
+"""A byte-level BPE with Qwen's pre-tokenizer and special tokens, trained in a moment, and an own chat template."""
 
 import random
 from pathlib import Path
