@@ -15,6 +15,7 @@ from nanoserve.protocol.openai import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationBody,
+    RequestBody,
     TokenizeRequest,
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
@@ -135,10 +136,10 @@ class Preprocessor:
 
     def tokenize(self, body: TokenizeRequest) -> tuple[int, ...]:
         """The ids of a text (special tokens parsed, as in completions) or of a conversation (as in a chat)."""
+        _check_unicode(body)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         if body.messages is None:
-            check_unicode(body.prompt, "prompt")
             return tuple(self._tokenizer.encode(body.prompt or "", allow_special=True))
         kwargs = _template_kwargs(body.chat_template_kwargs, body.enable_thinking)
         conversation = Conversation(
@@ -161,7 +162,6 @@ class Preprocessor:
         """The request's settings over the model's defaults, still with stop strings and without a seed."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         stop = [text for text in body.stop if text is not None] if isinstance(body.stop, list) else body.stop
-        check_unicode(stop, "stop")
         params = SamplingParams(
             **(dict(self._defaults.sampling) | given),
             stop=stop,
@@ -227,9 +227,8 @@ class Preprocessor:
         if not prompt:
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
         if isinstance(prompt, list):
-            self._check_length(len(prompt), "prompt")
+            self._check_length(len(prompt), "prompt", max_tokens=0)
             return _Prompt(None, self._checked_ids(prompt, "prompt"))
-        check_unicode(prompt, "prompt")
         self._check_chars(prompt, "prompt")
         return _Prompt(prompt, tuple(self._tokenizer.encode(prompt, allow_special=True)))
 
@@ -248,7 +247,7 @@ class Preprocessor:
         if least > self._limits.max_tokens:
             raise self._too_long(f"at least {least}", param)
 
-    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None = None) -> None:
+    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None) -> None:
         if num_tokens + (max_tokens != 0) > self._limits.max_tokens:
             raise self._too_long(str(num_tokens), param)
 
@@ -260,7 +259,7 @@ class Preprocessor:
             else f"the KV cache holds {limits.max_kv_tokens} tokens"
         )
         return InvalidRequestError(
-            f"The prompt has {num_tokens} tokens, but {bound}, prompt and answer together.",
+            f"The prompt has {num_tokens} tokens, but {bound}, prompt and at least one token of answer together.",
             param=param,
             code="context_length_exceeded",
         )
@@ -367,7 +366,12 @@ def _template_kwargs(
 def _check_common(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
-    check_unicode(body.cache_salt, "cache_salt")
+    _check_unicode(body)
+
+
+def _check_unicode(body: RequestBody) -> None:
+    for name, value in body:
+        check_unicode(value, name)
 
 
 def _check_media(body: ChatCompletionRequest) -> None:
