@@ -20,7 +20,7 @@ from nanoserve.protocol.openai import (
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
 from nanoserve.text.defaults import GenerationDefaults
-from nanoserve.text.grammar import after_thoughts, grammar_text, tool_call_grammar
+from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
 from nanoserve.text.messages import check_tools, check_unicode, strings_in
 from nanoserve.text.policy import OutputPolicy, Thinking
 from nanoserve.text.structured import answer_form
@@ -196,16 +196,23 @@ class Preprocessor:
         return tuple(token_ids)
 
     def _grammar(self, body: GenerationBody, thinking: Thinking, tools: ToolUse) -> Grammar | None:
+        """What the answer must look like: a forced call, or the form asked for (or a call, where tools are offered)."""
         form = answer_form(body)
+        if tools.forced:
+            forms = [self._call_grammar(tools.forced)]
+        elif form is None:
+            return None
+        else:
+            spec, param = form
+            forms = [grammar_text(spec, param=param)]
+            forms += [self._call_grammar(tools.offered)] if tools.offered else []
         if self._tokenizer.id_of("</think>") is None:
             thinking = Thinking.OFF
-        if tools.forced:
-            functions = [tool["function"] for tool in tools.forced]
-            return Grammar(after_thoughts(tool_call_grammar(functions), thinking))
-        if form is None:
-            return None
-        spec, param = form
-        return Grammar(after_thoughts(grammar_text(spec, param=param), thinking))
+        return Grammar(whole_answer(forms, thinking))
+
+    def _call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        tag_tokens = self._tokenizer.id_of("<tool_call>") is not None
+        return tool_call_grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
 
     # Prompts
 
