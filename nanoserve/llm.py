@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,8 +37,11 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer. ``logprobs``: one dict a token, from token id to its Logprob, when asked for. ``seed``: given or drawn;
-    sent again it brings the same answer."""
+    """One answer.
+
+    ``logprobs``: one dict a token, from token id to its Logprob, when asked for. ``seed``: given or drawn; sent again it
+    brings the same answer.
+    """
 
     index: int
     text: str
@@ -76,8 +79,8 @@ class GenerationResult:
 class LLM:
     """Qwen3 in this process.
 
-    ``model``: a checkpoint folder, a hub id, or "demo". ``settings``: the fields of ``EngineArgs``, named as the flags of
-    ``nanoserve serve``. Use as a context manager, or call ``shutdown()``.
+    ``model``: a checkpoint folder, a hub id, or "demo". ``settings``: the fields of ``EngineArgs``, named as the
+    flags of ``nanoserve serve``. Use as a context manager, or call ``shutdown()``.
 
     Raises:
         ConfigError: a setting is unknown or cannot be met.
@@ -106,7 +109,7 @@ class LLM:
         self._closed = False
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own sampling defaults (generation_config.json), with vLLM's ``max_tokens`` of 16 if it has none."""
+        """The model's own sampling defaults (generation_config.json); ``max_tokens`` is vLLM's 16 if it has none."""
         values: dict[str, Any] = dict(self._defaults.sampling)
         return SamplingParams(**values, max_tokens=self._defaults.max_new_tokens or 16)
 
@@ -160,7 +163,7 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
     ) -> Iterator[Delta]:
-        """One answer as it grows, thoughts (``reasoning``) and answer (``content``) apart. Leaving the loop aborts it."""
+        """One answer as it grows, thoughts (``reasoning``) and ``content`` apart. Leaving the loop aborts it."""
         params = self._params_for(sampling_params, 1)[0]
         prepared = self._preprocessor.conversation(messages, params, self._request_id(), **template)
         request = prepared.choices[0]
@@ -209,8 +212,6 @@ class LLM:
         """The engine's own ``seed`` makes unseeded requests repeatable: each gets its own, by its place in the call."""
         if self._seed is None or params.seed is not None:
             return params
-        from dataclasses import replace
-
         return replace(params, seed=(self._seed + index) % 2**64)
 
     def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[GenerationResult]:

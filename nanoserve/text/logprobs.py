@@ -19,7 +19,7 @@ class TokenText:
     ``token`` is the token's own text (a special token's name); ``bytes`` joined over all entries are the UTF-8 of the
     text, so a token that adds nothing has none. ``logprob`` is finite; None only for the first token of a prompt.
     ``top``: as many as asked for, and the token itself where it is not among them. ``text_offset``: characters of the
-    text before this token.
+    text before this token. ``rank``: 1 for the most likely token of its position, None where it is not known.
     """
 
     token: str
@@ -28,6 +28,7 @@ class TokenText:
     logprob: float | None
     top: tuple["TokenText", ...] = ()
     text_offset: int = 0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +80,20 @@ class LogprobWriter:
         if waiting.entry is None:
             return TokenText(token, waiting.token_id, data, None, (), offset)
         logprob = max(waiting.entry.logprob, FLOOR)
-        return TokenText(token, waiting.token_id, data, logprob, self._top(waiting.entry, offset), offset)
+        top = self._top(waiting.entry, offset)
+        return TokenText(token, waiting.token_id, data, logprob, top, offset, waiting.entry.rank)
 
     def _top(self, entry: TokenLogprobs, offset: int) -> tuple[TokenText, ...]:
         if not self._num_top:
             return ()
-        best = list(entry.top[: self._num_top])
-        if all(token_id != entry.token_id for token_id, _ in best):
-            best.append((entry.token_id, entry.logprob))
-        return tuple(self._alternative(token_id, logprob, offset) for token_id, logprob in best)
+        best = [(*pair, rank) for rank, pair in enumerate(entry.top[: self._num_top], start=1)]
+        if all(token_id != entry.token_id for token_id, _, _ in best):
+            best.append((entry.token_id, entry.logprob, entry.rank))
+        return tuple(self._alternative(*item, offset) for item in best)
 
-    def _alternative(self, token_id: int, logprob: float, offset: int) -> TokenText:
+    def _alternative(self, token_id: int, logprob: float, rank: int, offset: int) -> TokenText:
         data = self._tokenizer.token_bytes(token_id)
-        return TokenText(data.decode("utf-8", "replace"), token_id, data, max(logprob, FLOOR), (), offset)
+        return TokenText(data.decode("utf-8", "replace"), token_id, data, max(logprob, FLOOR), (), offset, rank)
 
 
 def _spans(data: bytes, *, final: bool) -> Iterator[tuple[int, int, bool]]:

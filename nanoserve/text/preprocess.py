@@ -15,11 +15,12 @@ from nanoserve.protocol.openai import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationBody,
+    RequestBody,
     TokenizeRequest,
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
 from nanoserve.text.defaults import GenerationDefaults
-from nanoserve.text.grammar import after_thoughts, grammar_text, tool_call_grammar
+from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
 from nanoserve.text.messages import check_tools, check_unicode, strings_in
 from nanoserve.text.policy import OutputPolicy, Thinking
 from nanoserve.text.structured import answer_form
@@ -78,6 +79,17 @@ class _Prompt:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Where a prompt came from: ``param`` is the field that errors name, ``first_index`` the number of its first choice."""
+
+    request_id: str
+    param: str
+    first_index: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+
+
 class Preprocessor:
     """One model's door. Stateless; ``reasoning`` off leaves the tags of thoughts in the content.
 
@@ -114,7 +126,7 @@ class Preprocessor:
         )
         prompt = _Prompt(rendered.text, rendered.token_ids)
         grammar = self._grammar(body, rendered.thinking, tools)
-        return self._prepared(body, prompt, params, policy, grammar, request_id, 0)
+        return self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
 
     def completion(self, body: CompletionRequest, request_id: str) -> list[PreparedRequest]:
         """The engine requests of each prompt, in order. Names of special tokens in a text prompt are these tokens."""
@@ -130,15 +142,52 @@ class Preprocessor:
         prepared = []
         for number, prompt in enumerate(self._prompts(body)):
             policy = _policy(params, echo=bool(body.echo), prompt_text=self._echo_text(body, prompt))
-            prepared.append(self._prepared(body, prompt, params, policy, grammar, request_id, number * params.n))
+            origin = _origin(body, request_id, "prompt", first_index=number * params.n)
+            prepared.append(self._prepared(prompt, params, policy, grammar, origin))
         return prepared
+
+    def prompt(self, prompt: str | list[int], params: SamplingParams, request_id: str) -> PreparedRequest:
+        """One prompt of an offline caller, whose settings are taken as they are: no defaults of the model."""
+        self._check_params(params)
+        checked = self._prompt(prompt)
+        grammar = self._spec_grammar(params, Thinking.OFF)
+        return self._prepared(checked, params, _policy(params), grammar, _Origin(request_id=request_id, param="prompt"))
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        split: bool = True,
+    ) -> PreparedRequest:
+        """One conversation of an offline caller. ``split`` tells thoughts and tool calls from the content."""
+        self._check_params(params)
+        self._check_chars(messages, "messages")
+        conversation = Conversation(
+            messages=list(messages),
+            tools=check_tools(None if tools is None else list(tools)),
+            kwargs=dict(chat_template_kwargs or {}),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        rendered = self._template.render(conversation)
+        thinking = rendered.thinking if split else Thinking.OFF
+        policy = _policy(params, thinking=thinking, parse_tools=split and bool(tools))
+        grammar = self._spec_grammar(params, rendered.thinking)
+        origin = _Origin(request_id=request_id, param="messages")
+        return self._prepared(_Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
 
     def tokenize(self, body: TokenizeRequest) -> tuple[int, ...]:
         """The ids of a text (special tokens parsed, as in completions) or of a conversation (as in a chat)."""
+        _check_unicode(body)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         if body.messages is None:
-            check_unicode(body.prompt, "prompt")
             return tuple(self._tokenizer.encode(body.prompt or "", allow_special=True))
         kwargs = _template_kwargs(body.chat_template_kwargs, body.enable_thinking)
         conversation = Conversation(
@@ -161,7 +210,6 @@ class Preprocessor:
         """The request's settings over the model's defaults, still with stop strings and without a seed."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         stop = [text for text in body.stop if text is not None] if isinstance(body.stop, list) else body.stop
-        check_unicode(stop, "stop")
         params = SamplingParams(
             **(dict(self._defaults.sampling) | given),
             stop=stop,
@@ -169,9 +217,15 @@ class Preprocessor:
             max_tokens=max_tokens,
             logprobs=num_top,
         )
-        for token_id in params.stop_token_ids or ():
-            self._check_id(token_id, "stop_token_ids")
+        self._check_params(params)
         return params
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what names a token that the model does not have."""
+        check_unicode(list(params.stop or ()), "stop")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                self._check_id(token_id, name)
 
     def _logit_bias(self, bias: Mapping[str, float] | None) -> dict[int, float] | None:
         for key in bias or ():
@@ -196,16 +250,31 @@ class Preprocessor:
         return tuple(token_ids)
 
     def _grammar(self, body: GenerationBody, thinking: Thinking, tools: ToolUse) -> Grammar | None:
+        """What the answer must look like: a forced call, or the form asked for (or a call, where tools are offered)."""
         form = answer_form(body)
+        if tools.forced:
+            forms = [self._call_grammar(tools.forced)]
+        elif form is None:
+            return None
+        else:
+            spec, param = form
+            forms = [grammar_text(spec, param=param)]
+            forms += [self._call_grammar(tools.offered)] if tools.offered else []
         if self._tokenizer.id_of("</think>") is None:
             thinking = Thinking.OFF
-        if tools.forced:
-            functions = [tool["function"] for tool in tools.forced]
-            return Grammar(after_thoughts(tool_call_grammar(functions), thinking), self._defaults.eos_token_ids)
-        if form is None:
+        return Grammar(whole_answer(forms, thinking), self._defaults.eos_token_ids)
+
+    def _spec_grammar(self, params: SamplingParams, thinking: Thinking) -> Grammar | None:
+        if params.structured_outputs is None:
             return None
-        spec, param = form
-        return Grammar(after_thoughts(grammar_text(spec, param=param), thinking), self._defaults.eos_token_ids)
+        if self._tokenizer.id_of("</think>") is None:
+            thinking = Thinking.OFF
+        text = whole_answer([grammar_text(params.structured_outputs)], thinking)
+        return Grammar(text, self._defaults.eos_token_ids)
+
+    def _call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        tag_tokens = self._tokenizer.id_of("<tool_call>") is not None
+        return tool_call_grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
 
     # Prompts
 
@@ -227,9 +296,8 @@ class Preprocessor:
         if not prompt:
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
         if isinstance(prompt, list):
-            self._check_length(len(prompt), "prompt")
+            self._check_length(len(prompt), "prompt", max_tokens=0)
             return _Prompt(None, self._checked_ids(prompt, "prompt"))
-        check_unicode(prompt, "prompt")
         self._check_chars(prompt, "prompt")
         return _Prompt(prompt, tuple(self._tokenizer.encode(prompt, allow_special=True)))
 
@@ -248,7 +316,7 @@ class Preprocessor:
         if least > self._limits.max_tokens:
             raise self._too_long(f"at least {least}", param)
 
-    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None = None) -> None:
+    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None) -> None:
         if num_tokens + (max_tokens != 0) > self._limits.max_tokens:
             raise self._too_long(str(num_tokens), param)
 
@@ -260,7 +328,7 @@ class Preprocessor:
             else f"the KV cache holds {limits.max_kv_tokens} tokens"
         )
         return InvalidRequestError(
-            f"The prompt has {num_tokens} tokens, but {bound}, prompt and answer together.",
+            f"The prompt has {num_tokens} tokens, but {bound}, prompt and at least one token of answer together.",
             param=param,
             code="context_length_exceeded",
         )
@@ -269,15 +337,13 @@ class Preprocessor:
 
     def _prepared(
         self,
-        body: GenerationBody,
         prompt: _Prompt,
         params: SamplingParams,
         policy: OutputPolicy,
         grammar: Grammar | None,
-        request_id: str,
-        first_index: int,
+        origin: "_Origin",
     ) -> PreparedRequest:
-        param = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+        param = origin.param
         if not prompt.token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty.", param=param)
         num_prompt = len(prompt.token_ids)
@@ -287,6 +353,7 @@ class Preprocessor:
             params,
             n=1,
             stop=None,
+            structured_outputs=None,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs=params.logprobs
             if policy.scores_prompt and params.prompt_logprobs is None
@@ -295,13 +362,13 @@ class Preprocessor:
         )
         choices = tuple(
             GenerateRequest(
-                request_id=f"{request_id}-{first_index + index}",
+                request_id=f"{origin.request_id}-{origin.first_index + index}",
                 prompt_token_ids=prompt.token_ids,
                 sampling=replace(resolved, seed=seed),
                 grammar=grammar,
-                priority=body.priority or 0,
+                priority=origin.priority,
                 arrival_s=time.time(),
-                cache_salt=body.cache_salt or "",
+                cache_salt=origin.cache_salt,
             )
             for index, seed in enumerate(_seeds(params.seed, params.n))
         )
@@ -312,6 +379,16 @@ class Preprocessor:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         eos = () if params.ignore_eos else self._defaults.eos_token_ids
         return tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
+
+
+def _origin(body: GenerationBody, request_id: str, param: str, *, first_index: int = 0) -> _Origin:
+    return _Origin(
+        request_id=request_id,
+        param=param,
+        first_index=first_index,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 def _policy(params: SamplingParams, **fields: Any) -> OutputPolicy:
@@ -367,7 +444,12 @@ def _template_kwargs(
 def _check_common(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
-    check_unicode(body.cache_salt, "cache_salt")
+    _check_unicode(body)
+
+
+def _check_unicode(body: RequestBody) -> None:
+    for name, value in body:
+        check_unicode(value, name)
 
 
 def _check_media(body: ChatCompletionRequest) -> None:

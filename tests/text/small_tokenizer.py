@@ -1,4 +1,4 @@
-"""A byte-level BPE with Qwen's pre-tokenizer and special tokens, trained in a moment, and an own chat template."""
+"""A byte-level BPE with Qwen's pre-tokenizer and special tokens, trained in a moment, and its own chat template."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ TEMPLATE = """
 {%- if messages[0].role == 'system' %}
 {{ messages[0].content }}
 {%- endif %}
-{%- for tool in tools %}
+{%- for tool in tools or [] %}
 {{ tool | tojson }}
 {%- endfor %}<|im_end|>
 {% endif %}
@@ -66,7 +66,7 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    backend.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS * 4, trainer)

@@ -124,9 +124,8 @@ def test_only_the_first_call_when_calls_may_not_be_parallel() -> None:
 
 
 TOKENS = [
-    "<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": ', "{}", "}", '{"a": "', '\\"', '"', "\\", "[",
-    "]",
-    ", ", "1", "<", "</", "tool_call>", "x" * 300, call("f", '{"a": [1]}'), "text",
+    "<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": ', "{}", "}", '{"a": "', '\\"', '"', "\\",
+    "[", "]", ", ", "1", "<", "</", "tool_call>", "x" * 300, call("f", '{"a": [1]}'), "text",
 ]  # fmt: skip
 
 
