@@ -39,8 +39,8 @@ class Logprob:
 class CompletionOutput:
     """One answer.
 
-    ``logprobs``: one dict a token, from token id to its Logprob, when asked for. ``seed``: given or drawn; sent again it
-    brings the same answer.
+    ``logprobs``: one dict a token, from token id to its Logprob, when asked for. ``seed``: given or drawn; sent again
+    it brings the same answer.
     """
 
     index: int

@@ -81,7 +81,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """Where a prompt came from: ``param`` is the field that errors name, ``first_index`` the number of its first choice."""
+    """Where a prompt came from: ``param`` is what errors name, ``first_index`` the number of its first choice."""
 
     request_id: str
     param: str
