@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nanoserve.core.request import Grammar
 from nanoserve.core.sampling import SamplingParams
 
 
@@ -16,6 +17,7 @@ class AdmittedState:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
+    grammar: Grammar | None = None
     adapter: str | None = None
 
 
