@@ -14,6 +14,7 @@ from nanoserve.core.errors import InvalidRequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_DEPTH = 96
+_UNION_TAGS = ("str", "int", "float", "bool")
 _TOO_DEEP = f"The body is nested too deeply: at most {MAX_DEPTH} levels are read."
 
 
@@ -93,15 +94,16 @@ def _depth_exceeds(value: object, limit: int) -> bool:
 
 
 def _first_error(error: ValidationError) -> InvalidRequestError:
-    """One sentence for the first of pydantic's findings: where, what, and what was given."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in first["loc"]]
-    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
-    param = path[0] if path else None
+    """One sentence for the first field that pydantic refused: where, why, and what was given."""
+    findings = error.errors(include_url=False, include_context=False)
+    first = findings[0]
+    path = ".".join(str(part) for part in first["loc"] if str(part) not in _UNION_TAGS and "[" not in str(part))[:200]
+    param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "missing":
-        return InvalidRequestError(f"`{'.'.join(path)}` is required.", param=param)
-    where = f"`{'.'.join(path)[:200]}`: " if path else ""
-    return InvalidRequestError(f"{where}{reason}. Given: {_brief(first['input'])}.", param=param)
+        return InvalidRequestError(f"`{path}` is required.", param=param)
+    reasons = [finding["msg"] for finding in findings[:4] if finding["loc"][:1] == first["loc"][:1]]
+    reason = ", or ".join(dict.fromkeys(text.removeprefix("Value error, ").rstrip(".") for text in reasons))
+    return InvalidRequestError(f"`{path}`: {reason}. Given: {_brief(first['input'])}.", param=param)
 
 
 def _brief(value: object) -> str:

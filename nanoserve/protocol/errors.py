@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from nanoserve.core.errors import InvalidRequestError, NanoserveError
+from nanoserve.core.errors import NanoserveError
 
 STATUS: Mapping[str, int] = {
     "invalid_request_error": 400,
@@ -26,7 +26,7 @@ STATUS: Mapping[str, int] = {
     "service_unavailable_error": 503,
     "timeout_error": 504,
 }
-TYPE_OF_STATUS: Mapping[int, str] = {status: type_ for type_, status in reversed(STATUS.items())}
+TYPE_OF_STATUS: Mapping[int, str] = {status: type_ for type_, status in reversed(list(STATUS.items()))}
 INTERNAL_MESSAGE = "The server failed while it worked on this request; the reason is in its log."
 _MAX_MESSAGE_BYTES = 4096
 _MAX_PARAM_CHARS = 128
@@ -119,5 +119,6 @@ def headers_of(error: NanoserveError) -> dict[str, str]:
     return {}
 
 
-def invalid(message: str, param: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(message, param=param)
+def as_known(error: Exception) -> NanoserveError:
+    """The error itself when it is meant for a user, else one that says nothing of the fault."""
+    return error if isinstance(error, NanoserveError) else NanoserveError(INTERNAL_MESSAGE, code="internal_error")

@@ -5,12 +5,17 @@ coroutine is cancelled, and the ``finally`` blocks inside it give everything bac
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from nanoserve.protocol.sse import PING
+from nanoserve.core.errors import NanoserveError
+from nanoserve.protocol.errors import as_known, envelope
+from nanoserve.protocol.sse import PING, event
+
+logger = logging.getLogger(__name__)
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,7 +24,9 @@ _STREAM_HEADERS = [
 ]
 
 
-async def until_gone(work: Awaitable[None], receive: Receive, *, idle_s: float, on_idle: Callable[[], Awaitable[None]]) -> None:
+async def until_gone(
+    work: Awaitable[None], receive: Receive, *, idle_s: float, on_idle: Callable[[], Awaitable[None]]
+) -> None:
     """Runs ``work``; cancels it when the client disconnects; calls ``on_idle`` every ``idle_s`` seconds until then."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -91,7 +98,10 @@ class JsonAnswer(Response):
 
 
 class EventAnswer(Response):
-    """A stream of events: ``produce`` writes them."""
+    """A stream of events: ``produce`` writes them.
+
+    A fault before the first event keeps its status; after it, it is an event, and the stream ends without ``[DONE]``.
+    """
 
     def __init__(self, produce: Callable[[EventWriter], Awaitable[None]], *, idle_s: float) -> None:
         self._produce = produce
@@ -100,7 +110,17 @@ class EventAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = EventWriter(send, idle_s=self._idle_s)
-        await until_gone(self._produce(writer), receive, idle_s=self._idle_s / 4, on_idle=writer.ping)
+        await until_gone(self._told(writer), receive, idle_s=self._idle_s / 4, on_idle=writer.ping)
+
+    async def _told(self, writer: EventWriter) -> None:
+        try:
+            await self._produce(writer)
+        except Exception as error:
+            if not writer.started:
+                raise
+            if not isinstance(error, NanoserveError):
+                logger.exception("internal fault in a stream")
+            await writer.write(event(envelope(as_known(error))), last=True)
 
 
 async def _nothing() -> None:

@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoserve.core.errors import NanoserveError
 from nanoserve.protocol.errors import (
-    INTERNAL_MESSAGE,
     TYPE_OF_STATUS,
     AuthenticationError,
     MethodNotAllowedError,
     RouteNotFoundError,
+    as_known,
     envelope,
     error_json,
     headers_of,
@@ -61,8 +61,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 class RequestIds:
-    """Takes a clean ``x-request-id`` or makes one; returns it with every response. It names the request in the log only:
-    two requests may carry the same."""
+    """Takes a clean ``x-request-id`` or makes one; returns it with every response.
+
+    It names the request in logs only: two requests may carry the same one at once.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -117,11 +119,10 @@ class Faults:
         scope["path"] = scope["path"].rstrip("/") or "/"
         try:
             await self._app(scope, receive, watched_send)
-        except Exception:
+        except Exception as fault:
             logger.exception("internal fault path=%s request_id=%s", scope["path"], scope.get("request_id"))
             if not started:
-                body = error_json(INTERNAL_MESSAGE, "server_error", code="internal_error")
-                await Response(body, 500, media_type="application/json")(scope, receive, send)
+                await error_response(as_known(fault))(scope, receive, send)
 
 
 class ApiKeys:
