@@ -80,7 +80,7 @@ def _top_by_text(entry: TokenEntry) -> dict[str, float | None] | None:
 
 
 def prompt_logprobs(entries: Sequence[TokenEntry]) -> list[object]:
-    """vLLM's shape: for each prompt token null or ``{token id: {logprob, rank, decoded_token}}``, the token itself first.
+    """vLLM's shape: per prompt token null or ``{token id: {logprob, rank, decoded_token}}``, the token itself first.
 
     ``rank`` is null for a token outside the alternatives asked for.
     """
