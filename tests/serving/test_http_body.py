@@ -8,8 +8,8 @@ import pytest
 from nanoserve.serving.door import ServedModel
 from nanoserve.serving.http import HttpConfig
 from tests.serving.conftest import ClientFor
-from tests.serving.fakes import ScriptedDoor
-from tests.serving.wire import refused
+from tests.serving.replies import refused
+from tests.serving.scripted_door import ScriptedDoor
 
 PATH = "/v1/completions"
 

@@ -10,8 +10,8 @@ from nanoserve.core.outputs import FinishReason
 from nanoserve.serving import http
 from nanoserve.serving.door import Health, ServedModel
 from tests.serving.conftest import ClientFor
-from tests.serving.fakes import ScriptedDoor
-from tests.serving.wire import events, refused
+from tests.serving.replies import events, refused
+from tests.serving.scripted_door import ScriptedDoor
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

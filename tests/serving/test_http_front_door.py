@@ -9,8 +9,8 @@ from nanoserve.serving.door import ServedModel
 from nanoserve.serving.front import OPEN_PATHS
 from nanoserve.serving.http import HttpConfig, build_app
 from tests.serving.conftest import ClientFor
-from tests.serving.fakes import ScriptedDoor
-from tests.serving.wire import refused
+from tests.serving.replies import refused
+from tests.serving.scripted_door import ScriptedDoor
 
 KEYED = HttpConfig(api_keys=("k-first", "k-second"))
 BEARER = {"authorization": "Bearer k-second"}

@@ -10,8 +10,8 @@ import pytest
 from nanoserve.core.request import GenerateRequest
 from nanoserve.serving.door import ServedModel
 from nanoserve.serving.http import HttpConfig, build_app
-from tests.serving.fakes import ScriptedDoor, ScriptedStream
 from tests.serving.loopback import RawClient, listening
+from tests.serving.scripted_door import ScriptedDoor, ScriptedStream
 
 PATH = "/v1/chat/completions"
 

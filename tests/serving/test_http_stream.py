@@ -9,8 +9,8 @@ from nanoserve.core.outputs import FinishReason
 from nanoserve.serving.door import ServedModel
 from nanoserve.serving.http import HttpConfig
 from tests.serving.conftest import ClientFor
-from tests.serving.fakes import ScriptedDoor
-from tests.serving.wire import events, joined_chat, joined_text, plain_chat, plain_text
+from tests.serving.replies import events, joined_chat, joined_text, plain_chat, plain_text
+from tests.serving.scripted_door import ScriptedDoor
 
 TEXT = "Zürich 日本語 \U0001f9f5 café"
 
