@@ -81,7 +81,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
 
 
 class CompletionRequest(GenerationBody):

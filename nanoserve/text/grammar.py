@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.sampling import StructuredOutputs
+from nanoserve.text.policy import Thinking
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
@@ -43,6 +44,20 @@ def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "to
         rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
     return grammar_text(StructuredOutputs(grammar=lark), param=param)
+
+
+def after_thoughts(answer: str, thinking: Thinking) -> str:
+    """A grammar that leaves the thoughts before an answer free: optional where the model opens them, else to be closed.
+
+    The tags are the tokenizer's own tokens, which plain text in a grammar would not match.
+    """
+    if thinking is Thinking.OFF:
+        return answer
+    thoughts = r"<think> rest" if thinking is Thinking.AUTO else "rest"
+    optional = "?" if thinking is Thinking.AUTO else ""
+    lark = f"start: thoughts{optional} @answer\nthoughts: {thoughts}\nrest: /(?s:.*)/ </think> /\\s*/\n"
+    inner = json.loads(answer)["grammars"][0] if answer.lstrip().startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, inner | {"name": "answer"}]})
 
 
 @lru_cache(maxsize=256)

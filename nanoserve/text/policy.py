@@ -21,8 +21,8 @@ class OutputPolicy:
     """The reader's wishes for one answer; the same for all choices of a request.
 
     ``stop_token_ids`` are the request's own (reported as ``stop_reason``), not the model's EOS ids. ``logprobs``: the
-    number of alternatives a token, None when not asked for. ``echo``: the prompt's text comes first in the content
-    (and its entries first in the logprobs).
+    number of alternatives a token, None when not asked for; ``prompt_logprobs`` likewise for the prompt. ``echo``: the
+    prompt's text comes first in the content (and its entries first in the logprobs).
     """
 
     stop: tuple[str, ...] = ()
@@ -33,5 +33,10 @@ class OutputPolicy:
     parse_tools: bool = False
     parallel_tool_calls: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
     prompt_text: str = ""
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
