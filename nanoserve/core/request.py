@@ -27,7 +27,7 @@ class GenerateRequest:
     ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
-    request): they count as output for penalties and positions, not as prompt.
+    request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
     """
 
     request_id: str
