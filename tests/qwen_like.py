@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Pa
     """Writes ``tokenizer.json`` and ``tokenizer_config.json``; ``template`` None leaves the chat template out."""
     folder.mkdir(parents=True, exist_ok=True)
     _bpe().save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config: dict[str, object] = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     config |= {"model_max_length": 131072, "clean_up_tokenization_spaces": False}
     if template is not None:
         config["chat_template"] = template

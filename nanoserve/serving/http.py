@@ -156,7 +156,11 @@ class Routes:
         body = await self._parse(request, TokenizeRequest)
         model = self._find(body.model, required=False)
         ids = await asyncio.to_thread(model.preprocessor.tokenize, body)
-        texts = [model.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+        texts = (
+            [model.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+            if body.return_token_strs
+            else None
+        )
         reply = {"count": len(ids), "max_model_len": model.limits.max_model_len, "tokens": ids, "token_strs": texts}
         return _json(reply)
 

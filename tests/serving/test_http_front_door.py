@@ -47,7 +47,7 @@ async def test_every_route_asks_for_a_key(served: ServedModel, client_for: Clien
 )
 async def test_a_wrong_key_is_refused(served: ServedModel, client_for: ClientFor, value: str) -> None:
     async with client_for(ScriptedDoor([served]), KEYED) as client:
-        response = await client.get("/v1/models", headers={"authorization": value.encode("latin-1")})
+        response = await client.get("/v1/models", headers={b"authorization": value.encode("latin-1")})
     assert refused(response, 401)["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
 
@@ -103,7 +103,7 @@ async def test_a_request_id_is_taken_or_made_on_every_reply(served: ServedModel,
         made = {(await client.get("/health")).headers["x-request-id"] for _ in range(3)}
         assert len(made) == 3
         for bad in (b"x" * 20_000, b"two words", b"caf\xe9", b""):
-            reply = await client.get("/health", headers={"x-request-id": bad})
+            reply = await client.get("/health", headers={b"x-request-id": bad})
             assert re.fullmatch(r"req-[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
