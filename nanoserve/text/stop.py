@@ -1,5 +1,6 @@
 """Stop strings in a text that arrives in pieces: nothing of a match is shown, nothing else is lost."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -10,16 +11,17 @@ class StopMatcher:
     the text was cut into tokens.
     """
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_held", "_include", "_starts", "_stops")
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._starts = re.compile("|".join(re.escape(first) for first in {stop[0] for stop in stops}) or r"(?!)")
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """(text to show, the stop string that was completed by ``text``). Unarmed, complete matches are passed over."""
-        if not self._stops or not text:
+        if not self._held and self._starts.search(text) is None:
             return text, None
         num_old = len(self._held)
         buffer = self._held + text

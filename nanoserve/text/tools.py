@@ -54,6 +54,8 @@ class ToolParser:
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """The content and the calls that became certain."""
         deltas: list[ToolCallDelta] = []
+        if self._is_plain(text):
+            return text, deltas
         content = ""
         rest: str | None = text
         while rest is not None:
@@ -77,6 +79,10 @@ class ToolParser:
             deltas += call.take(self._num_shown)
         held, self._held, self._call = self._held, "", None
         return content + ("" if self._after_call and held.isspace() else held), deltas
+
+    def _is_plain(self, text: str) -> bool:
+        """The common piece: nothing is held, nothing in it could open a call or be white space before one."""
+        return not (self._held or self._call or self._after_call or OPEN_TAG[0] in text or text[-1:].isspace())
 
     def _read_text(self, text: str) -> tuple[str, str | None]:
         buffer = self._held + text
