@@ -155,18 +155,11 @@ class Scheduler:
             num_free_blocks=self._kv.num_free_blocks,
             limits=self._limits,
         )
+        self._num_scheduled_tokens += sum(decision.grants) + sum(decision.admissions)
         scheduled = self._commit(decision, probes)
         assert scheduled or not self._sequences, f"nothing progresses: {self._describe()}"
         self._step_id += 1
-        plan = SchedulerOutput(
-            step_id=self._step_id,
-            scheduled=tuple(scheduled),
-            released_request_ids=tuple(self._released_request_ids),
-            block_copies=tuple(self._block_copies),
-        )
-        self._released_request_ids.clear()
-        self._block_copies.clear()
-        return plan
+        return self._plan(scheduled)
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> tuple[RequestOutput, ...]:
         """Account for the step last scheduled: news of every request that got tokens or ended since the last one."""
@@ -227,6 +220,20 @@ class Scheduler:
 
     # Deciding and committing
 
+    def _plan(self, scheduled: list[ScheduledRequest]) -> SchedulerOutput:
+        """The step as a value. An empty step is not executed, so what goes with a step waits for the next one."""
+        if not scheduled:
+            return SchedulerOutput(step_id=self._step_id, scheduled=())
+        plan = SchedulerOutput(
+            step_id=self._step_id,
+            scheduled=tuple(scheduled),
+            released_request_ids=tuple(self._released_request_ids),
+            block_copies=tuple(self._block_copies),
+        )
+        self._released_request_ids.clear()
+        self._block_copies.clear()
+        return plan
+
     def _candidates(self, probes: list[_Probe]) -> Iterator[Waiting]:
         """The counts of the waiting queue, head first, each with the prefix hits that it would get now."""
         for sequence in self._waiting:
@@ -268,7 +275,6 @@ class Scheduler:
             token_ids = (sequence.token_ids[-1],)
             scheduled.append(ScheduledRequest(sequence.request_id, token_ids, position, new_block_ids, 1, 1))
             in_flight.append(sequence)
-        self._num_scheduled_tokens += len(in_flight)
         return scheduled
 
     def _share(self, sequence: Sequence, num_tokens: int, *, is_new: bool = False) -> ScheduledRequest:
@@ -281,7 +287,6 @@ class Scheduler:
         num_samples = num_drafts + 1 if num_tokens >= num_pending and sequence.samples else 0
         num_scored = end - max(start, sequence.num_scored_tokens) if sequence.num_unscored_tokens else 0
         self._in_flight.append(sequence)
-        self._num_scheduled_tokens += num_tokens
         return ScheduledRequest(
             request_id=sequence.request_id,
             token_ids=(*sequence.token_ids[start : end - num_drafts], *sequence.draft_token_ids[:num_drafts]),
