@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoserve.text.tokenizer import Tokenizer
 from tests.checkpoints import SMALL_VOCAB, ScriptClash, eos_token_id, save, script_model, sens_model
-from tests.qwen_like import MARKUP, write_tokenizer
+from tests.text.small_tokenizer import MARKUP, write_tokenizer
 
 
 @dataclass
@@ -76,9 +76,7 @@ class Rig:
 
     def script_ids(self, ids: Sequence[int], *, trigger: int, loop: bool = False) -> Path:
         name = f"script {trigger} {loop} {list(ids)}"
-        return self._folder(
-            name, lambda: script_model(ids, trigger=trigger, loop=loop, vocab_size=self.vocab_size)
-        )
+        return self._folder(name, lambda: script_model(ids, trigger=trigger, loop=loop, vocab_size=self.vocab_size))
 
     def copy(self, folder: Path, name: str) -> Path:
         """A copy to be changed, made once."""
@@ -106,12 +104,12 @@ class Rig:
         return ids
 
     def _random_cut(self, data: bytes, rng: random.Random) -> list[int]:
-        """Any tokens that spell ``data``; long and short ones both get their chance."""
+        """Any tokens that spell ``data``; how much longer ones are preferred is chosen at random too."""
         table = self._pieces()
-        ids, start = [], 0
+        ids, start, preference = [], 0, rng.choice((0.5, 1, 2, 3))
         while start < len(data):
             ends = [end for end in range(start + 1, min(start + 12, len(data)) + 1) if data[start:end] in table]
-            end = rng.choices(ends, [(end - start) ** 0.5 for end in ends])[0]
+            end = rng.choices(ends, [(end - start) ** preference for end in ends])[0]
             ids.append(table[data[start:end]])
             start = end
         return ids

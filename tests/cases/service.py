@@ -60,6 +60,7 @@ class Service:
 
     async def same(self, path: str = CHAT, **fields: Any) -> Reply:
         """The plain reply, once the stream to the same body was found to be equal to it."""
+        assert fields.get("temperature") == 0 or "seed" in fields, "two samples would differ"
         plain = self._read(await self.post(path, **fields))
         stream = await self.stream(path, **fields, stream_options={"include_usage": True})
         join, flatten = (joined_chat, plain_chat) if path == CHAT else (joined_text, plain_text)

@@ -11,7 +11,7 @@ from nanoserve.serving.http import HttpConfig, build_app
 from nanoserve.text.defaults import GenerationDefaults
 from nanoserve.text.preprocess import ModelLimits, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
-from tests.qwen_like import write_tokenizer
+from tests.text.small_tokenizer import write_tokenizer
 
 ClientFor = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 

@@ -24,7 +24,7 @@ TEMPLATE = """
 {%- if messages[0].role == 'system' %}
 {{ messages[0].content }}
 {%- endif %}
-{%- for tool in tools %}
+{%- for tool in tools or [] %}
 {{ tool | tojson }}
 {%- endfor %}<|im_end|>
 {% endif %}
