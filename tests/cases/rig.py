@@ -17,6 +17,16 @@ from tests.checkpoints import SMALL_VOCAB, ScriptClash, eos_token_id, save, scri
 from tests.text.small_tokenizer import MARKUP, write_tokenizer
 
 
+# Of what the scripts say: a pair of tokens has one successor, so markup must be cut in more ways than one.
+_FRAGMENTS = (
+    '{"name": "find_route", "arguments": {"from": "Łódź", "stops": [3, {"via": null}], "note": "a}b{c"}}',
+    '{"name":"ping","arguments":{}} { "name" : "add", "arguments" : {"x": 2} } {"name": "ping", "arguments": {}}',
+    "weigh both options Pick the second one. use the tool",
+    "Zürich \U0001f9f5 日本語 — naïve café ✅ alpha beta gamma STOP-HERE tail words follow",
+    *["\n\n"] * 20,  # one token, as in Qwen3's vocabulary: it ends the prompts without thinking
+)
+
+
 @dataclass
 class Rig:
     """Builds each checkpoint once a session. ``vocab_size`` rows, more than the tokenizer has tokens."""
@@ -32,7 +42,7 @@ class Rig:
         self.tokenizer = Tokenizer.load(self.tokenizer_folder)
 
     def _write_tokenizer(self) -> Path:
-        return write_tokenizer(self.root / "tokenizer")
+        return write_tokenizer(self.root / "tokenizer", fragments=_FRAGMENTS)
 
     @property
     def eos(self) -> int:

@@ -7,7 +7,7 @@ from tests.cases.rig import Rig, set_generation_config
 from tests.cases.service import CHAT, TEXT, content, finish, num_completion_tokens
 from tests.serving.replies import events, refused
 
-WORDS = "Zürich \U0001f9f5 日本語 naïve — café"
+WORDS = "Zürich \U0001f9f5 日本語 — naïve café ✅"
 
 
 @pytest.mark.parametrize("split", [1, 2])
