@@ -4,6 +4,7 @@ Whatever users typed (content, tool results, tool schemas, template arguments) i
 plain text; the template comes from the checkpoint and runs in transformers' sandboxed jinja environment.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.text.messages import check_unicode, normalise
+from nanoserve.text.messages import normalise
 from nanoserve.text.policy import Thinking
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -68,8 +69,6 @@ class ChatTemplate:
         if not self.exists:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
         _check_kwargs(conversation)
-        for param, value in (("messages", conversation.messages), ("tools", conversation.tools)):
-            check_unicode(value, param)
         messages = self._marked(self._arguments(normalise(conversation.messages)))
         try:
             return str(
@@ -87,8 +86,6 @@ class ChatTemplate:
             raise InvalidRequestError(f"The chat template refuses this: {reason}", param="messages") from None
 
     def _arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        import json
-
         if not self._takes_argument_text:
             for message in messages:
                 for call in message.get("tool_calls", ()):
@@ -115,7 +112,6 @@ class ChatTemplate:
 
 def _check_kwargs(conversation: Conversation) -> None:
     param = "chat_template_kwargs"
-    check_unicode(conversation.kwargs, param)
     if taken := sorted(_RESERVED & conversation.kwargs.keys()):
         raise InvalidRequestError(f"`{param}` must not hold `{taken[0]}`.", param=param)
     if conversation.continue_final_message:

@@ -30,34 +30,47 @@ def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") 
         raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param) from None
 
 
-def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools") -> str:
+def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
     """The grammar of one Hermes-style call to one of the functions: ``{"name", "parameters"}`` mappings.
+
+    ``tag_tokens``: ``<tool_call>`` and ``</tool_call>`` are tokens, which text in a grammar does not match.
 
     Raises:
         InvalidRequestError: a function's parameters are not a usable JSON schema.
     """
+    opening, closing = ("<tool_call> ", " </tool_call>") if tag_tokens else ('"<tool_call>" ', ' "</tool_call>"')
     calls, rules = [], []
     for index, tool in enumerate(tools):
-        head = json.dumps('<tool_call>\n{"name": ' + json.dumps(tool["name"]) + ', "arguments": ')
-        calls.append(f'{head} arguments_{index} "}}\\n</tool_call>"')
+        head = json.dumps('\n{"name": ' + json.dumps(tool["name"]) + ', "arguments": ')
+        calls.append(f'{opening}{head} arguments_{index} "}}\\n"{closing}')
         schema = {"type": "object", **dict(tool.get("parameters") or {})}  # type: ignore[call-overload]
         rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
     return grammar_text(StructuredOutputs(grammar=lark), param=param)
 
 
-def after_thoughts(answer: str, thinking: Thinking) -> str:
-    """A grammar that leaves the thoughts before an answer free: optional where the model opens them, else to be closed.
+def whole_answer(forms: Sequence[str], thinking: Thinking) -> str:
+    """The grammar of a whole answer that has one of ``forms``, thoughts before it left free.
 
-    The tags are the tokenizer's own tokens, which plain text in a grammar would not match.
+    Thoughts are optional where the model opens them itself. Their tags are the tokenizer's own tokens.
     """
-    if thinking is Thinking.OFF:
-        return answer
-    thoughts = r"<think> rest" if thinking is Thinking.AUTO else "rest"
-    optional = "?" if thinking is Thinking.AUTO else ""
-    lark = f"start: thoughts{optional} @answer\nthoughts: {thoughts}\nrest: /(?s:.*)/ </think> /\\s*/\n"
-    inner = json.loads(answer)["grammars"][0] if answer.lstrip().startswith("{") else {"lark_grammar": answer}
-    return json.dumps({"grammars": [{"lark_grammar": lark}, inner | {"name": "answer"}]})
+    if thinking is Thinking.OFF and len(forms) == 1:
+        return forms[0]
+    opening = {Thinking.OFF: "", Thinking.AUTO: "(<think> thoughts)?", Thinking.OPEN: "thoughts"}[thinking]
+    names = [f"form_{index}" for index in range(len(forms))]
+    lark = f"start: {opening} ({' | '.join(f'@{name}' for name in names)})\n"
+    if opening:
+        lark += "thoughts: /(?s:.*)/ </think> /\\s{0,8}/\n"
+    inner = [_embedded(form) | {"name": name} for form, name in zip(forms, names, strict=True)]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
+
+
+def _embedded(grammar: str) -> dict[str, object]:
+    """A grammar text as a member of a list of grammars: JSON is such a list already, the rest is Lark."""
+    if not grammar.lstrip().startswith("{"):
+        return {"lark_grammar": grammar}
+    (only,) = json.loads(grammar)["grammars"]
+    return dict(only)
 
 
 @lru_cache(maxsize=256)

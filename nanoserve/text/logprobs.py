@@ -19,7 +19,7 @@ class TokenText:
     ``token`` is the token's own text (a special token's name); ``bytes`` joined over all entries are the UTF-8 of the
     text, so a token that adds nothing has none. ``logprob`` is finite; None only for the first token of a prompt.
     ``top``: as many as asked for, and the token itself where it is not among them. ``text_offset``: characters of the
-    text before this token.
+    text before this token. ``rank``: 1 for the most likely token of its position, None where it is not known.
     """
 
     token: str
@@ -28,6 +28,7 @@ class TokenText:
     logprob: float | None
     top: tuple["TokenText", ...] = ()
     text_offset: int = 0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class LogprobWriter:
         self._table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
         self._num_top = num_top
         self.num_chars = num_chars
-        self._data = b""
+        self._data = b""  # from a character's beginning on; the tokens of its first ``_num_written`` bytes are written
+        self._num_written = 0
         self._waiting: list[_Waiting] = []
 
     def add(self, token_id: int, entry: TokenLogprobs | None, *, hidden: bool = False) -> None:
@@ -63,13 +65,14 @@ class LogprobWriter:
             return ()
         spans = list(_spans(self._data, final=final))
         settled = spans[-1][1] if spans else 0
-        written, start = [], 0
+        written, start = [], self._num_written
         while self._waiting and (final or start + self._waiting[0].num_bytes <= settled):
             waiting = self._waiting.pop(0)
             end = start + waiting.num_bytes
             written.append(self._entry(waiting, _share(self._data, spans, start, end)))
             start = end
-        self._data = self._data[start:]
+        boundary = _boundary(self._data, spans, start)
+        self._data, self._num_written = self._data[boundary:], start - boundary
         return tuple(written)
 
     def _entry(self, waiting: _Waiting, data: bytes) -> TokenText:
@@ -79,19 +82,20 @@ class LogprobWriter:
         if waiting.entry is None:
             return TokenText(token, waiting.token_id, data, None, (), offset)
         logprob = max(waiting.entry.logprob, FLOOR)
-        return TokenText(token, waiting.token_id, data, logprob, self._top(waiting.entry, offset), offset)
+        top = self._top(waiting.entry, offset)
+        return TokenText(token, waiting.token_id, data, logprob, top, offset, waiting.entry.rank)
 
     def _top(self, entry: TokenLogprobs, offset: int) -> tuple[TokenText, ...]:
         if not self._num_top:
             return ()
-        best = list(entry.top[: self._num_top])
-        if all(token_id != entry.token_id for token_id, _ in best):
-            best.append((entry.token_id, entry.logprob))
-        return tuple(self._alternative(token_id, logprob, offset) for token_id, logprob in best)
+        best = [(*pair, rank) for rank, pair in enumerate(entry.top[: self._num_top], start=1)]
+        if all(token_id != entry.token_id for token_id, _, _ in best):
+            best.append((entry.token_id, entry.logprob, entry.rank))
+        return tuple(self._alternative(*item, offset) for item in best)
 
-    def _alternative(self, token_id: int, logprob: float, offset: int) -> TokenText:
+    def _alternative(self, token_id: int, logprob: float, rank: int, offset: int) -> TokenText:
         data = self._tokenizer.token_bytes(token_id)
-        return TokenText(data.decode("utf-8", "replace"), token_id, data, max(logprob, FLOOR), (), offset)
+        return TokenText(data.decode("utf-8", "replace"), token_id, data, max(logprob, FLOOR), (), offset, rank)
 
 
 def _spans(data: bytes, *, final: bool) -> Iterator[tuple[int, int, bool]]:
@@ -109,6 +113,17 @@ def _spans(data: bytes, *, final: bool) -> Iterator[tuple[int, int, bool]]:
             if num_bytes:
                 yield start, start + num_bytes, True
             return
+
+
+def _boundary(data: bytes, spans: Sequence[tuple[int, int, bool]], end: int) -> int:
+    """Where the character or replaced subpart begins that the byte before ``end`` is a part of; ``end`` between two."""
+    for span_start, span_end, valid in spans:
+        if span_start < end < span_end:
+            if not valid:
+                return span_start
+            while data[end] & 0xC0 == 0x80:
+                end -= 1
+    return end
 
 
 def _share(data: bytes, spans: Sequence[tuple[int, int, bool]], start: int, end: int) -> bytes:

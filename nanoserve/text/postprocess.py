@@ -164,12 +164,12 @@ class _PromptEntries:
         self._next = 0
 
     def feed(self, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenText, ...]:
-        """The entries that became certain; the engine sends those of all positions but the first, in order."""
+        """All entries, once there are all; the engine sends those of every position but the first, in order."""
         if self._next == 0 and (entries or len(self._token_ids) == 1):
             self._append(None)
         for entry in entries:
             self._append(entry)
-        return self._writer.take(final=self._next == len(self._token_ids))
+        return self._writer.take(final=True) if self._next == len(self._token_ids) else ()
 
     def _append(self, entry: TokenLogprobs | None) -> None:
         self._writer.add(self._token_ids[self._next], entry)

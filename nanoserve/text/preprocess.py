@@ -15,11 +15,12 @@ from nanoserve.protocol.openai import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationBody,
+    RequestBody,
     TokenizeRequest,
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
 from nanoserve.text.defaults import GenerationDefaults
-from nanoserve.text.grammar import after_thoughts, grammar_text, tool_call_grammar
+from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
 from nanoserve.text.messages import check_tools, check_unicode, strings_in
 from nanoserve.text.policy import OutputPolicy, Thinking
 from nanoserve.text.structured import answer_form
@@ -135,10 +136,10 @@ class Preprocessor:
 
     def tokenize(self, body: TokenizeRequest) -> tuple[int, ...]:
         """The ids of a text (special tokens parsed, as in completions) or of a conversation (as in a chat)."""
+        _check_unicode(body)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         if body.messages is None:
-            check_unicode(body.prompt, "prompt")
             return tuple(self._tokenizer.encode(body.prompt or "", allow_special=True))
         kwargs = _template_kwargs(body.chat_template_kwargs, body.enable_thinking)
         conversation = Conversation(
@@ -161,7 +162,6 @@ class Preprocessor:
         """The request's settings over the model's defaults, still with stop strings and without a seed."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         stop = [text for text in body.stop if text is not None] if isinstance(body.stop, list) else body.stop
-        check_unicode(stop, "stop")
         params = SamplingParams(
             **(dict(self._defaults.sampling) | given),
             stop=stop,
@@ -196,16 +196,23 @@ class Preprocessor:
         return tuple(token_ids)
 
     def _grammar(self, body: GenerationBody, thinking: Thinking, tools: ToolUse) -> Grammar | None:
+        """What the answer must look like: a forced call, or the form asked for (or a call, where tools are offered)."""
         form = answer_form(body)
+        if tools.forced:
+            forms = [self._call_grammar(tools.forced)]
+        elif form is None:
+            return None
+        else:
+            spec, param = form
+            forms = [grammar_text(spec, param=param)]
+            forms += [self._call_grammar(tools.offered)] if tools.offered else []
         if self._tokenizer.id_of("</think>") is None:
             thinking = Thinking.OFF
-        if tools.forced:
-            functions = [tool["function"] for tool in tools.forced]
-            return Grammar(after_thoughts(tool_call_grammar(functions), thinking))
-        if form is None:
-            return None
-        spec, param = form
-        return Grammar(after_thoughts(grammar_text(spec, param=param), thinking))
+        return Grammar(whole_answer(forms, thinking))
+
+    def _call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        tag_tokens = self._tokenizer.id_of("<tool_call>") is not None
+        return tool_call_grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
 
     # Prompts
 
@@ -227,9 +234,8 @@ class Preprocessor:
         if not prompt:
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
         if isinstance(prompt, list):
-            self._check_length(len(prompt), "prompt")
+            self._check_length(len(prompt), "prompt", max_tokens=0)
             return _Prompt(None, self._checked_ids(prompt, "prompt"))
-        check_unicode(prompt, "prompt")
         self._check_chars(prompt, "prompt")
         return _Prompt(prompt, tuple(self._tokenizer.encode(prompt, allow_special=True)))
 
@@ -248,7 +254,7 @@ class Preprocessor:
         if least > self._limits.max_tokens:
             raise self._too_long(f"at least {least}", param)
 
-    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None = None) -> None:
+    def _check_length(self, num_tokens: int, param: str, *, max_tokens: int | None) -> None:
         if num_tokens + (max_tokens != 0) > self._limits.max_tokens:
             raise self._too_long(str(num_tokens), param)
 
@@ -260,7 +266,7 @@ class Preprocessor:
             else f"the KV cache holds {limits.max_kv_tokens} tokens"
         )
         return InvalidRequestError(
-            f"The prompt has {num_tokens} tokens, but {bound}, prompt and answer together.",
+            f"The prompt has {num_tokens} tokens, but {bound}, prompt and at least one token of answer together.",
             param=param,
             code="context_length_exceeded",
         )
@@ -367,7 +373,12 @@ def _template_kwargs(
 def _check_common(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
-    check_unicode(body.cache_salt, "cache_salt")
+    _check_unicode(body)
+
+
+def _check_unicode(body: RequestBody) -> None:
+    for name, value in body:
+        check_unicode(value, name)
 
 
 def _check_media(body: ChatCompletionRequest) -> None:

@@ -61,9 +61,11 @@ class Tokenizer:
         self._plain = _without_added_tokens(backend)
         self._added = {token.content: token_id for token_id, token in pretrained.added_tokens_decoder.items()}
         self.special_ids = frozenset(pretrained.all_special_ids)
-        self.num_tokens = max((*backend.get_vocab(with_added_tokens=True).values(), -1)) + 1
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.num_tokens = max(vocabulary.values(), default=-1) + 1
         self.eos_token_id: int | None = pretrained.eos_token_id
-        self.max_token_bytes = max(len(token.encode()) for token in backend.get_vocab(with_added_tokens=True))
+        # One character stands for one byte, except in added tokens that are outside the byte alphabet.
+        self.max_token_bytes = max(*map(len, vocabulary), *(len(token.encode()) for token in self._added), 1)
         self._full = ByteTable(backend)
         self._visible = ByteTable(backend, hidden=self.special_ids)
         self._control = _any_of(self._added)

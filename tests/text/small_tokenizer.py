@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, fragments:
 
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     in_words = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"), as_bytes])
     limit = {"max_token_length": 5} if fragments else {}
