@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,8 +12,9 @@ from nanoserve.core.errors import ConfigError
 from nanoserve.model.architectures import ARCHITECTURES, network_class
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
-from nanoserve.model.config import ModelConfig, load_config
+from nanoserve.model.config import ModelConfig, eos_token_ids, load_config
 from nanoserve.model.folder import resolve_model
+from nanoserve.model.grammar import GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool, count_blocks
@@ -45,33 +48,15 @@ def build(args: EngineArgs) -> LoadedModel:
         torch.set_num_threads(args.num_threads)
     folder = resolve_model(args.model)
     config = load_config(folder, tuple(ARCHITECTURES))
-    dtype, device = _dtype(args.dtype, config.dtype), _device(args.device)
+    dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
     method = linear_method(args.quantization)
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=args.block_size,
-        dtype=dtype,
-        device=device,
-    )
-    backend, rejected = choose_backend(args.attention_backend, spec)
+    backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
     network = network_class(config.architecture)(
         config, dtype=dtype, method=method, backend=backend, max_positions=max_model_len
     )
-    slots = network.slots()
-    load_weights(folder, slots)
-    num_parameters = sum(slot.numel() for slot in slots.values())
-    weights_bytes = sum(slot.nbytes for slot in slots.values())
-    slots.clear()
-    network.prepare()
+    num_parameters, weights_bytes = _load(network, folder)
     pool, scheduler = _allocate(args, backend, config, dtype=dtype, max_model_len=max_model_len)
-    batch = InputBatch(
-        max_num_seqs=args.max_num_seqs,
-        max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
-        block_size=args.block_size,
-    )
     info = ModelInfo(
         name=args.model,
         architecture=config.architecture,
@@ -85,8 +70,40 @@ def build(args: EngineArgs) -> LoadedModel:
         attention_rejected=rejected,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
-    runner = ModelRunner(network, backend, pool, batch=batch, max_num_seqs=args.max_num_seqs)
+    runner = ModelRunner(
+        network,
+        backend,
+        pool,
+        batch=InputBatch(
+            max_num_seqs=args.max_num_seqs,
+            max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
+            block_size=args.block_size,
+        ),
+        grammars=GrammarTokenizer(folder, config.vocab_size, eos_token_ids(folder)),
+        max_num_seqs=args.max_num_seqs,
+    )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+
+
+def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=args.block_size,
+        dtype=dtype,
+        device=_device(args.device),
+    )
+
+
+def _load(network: Any, folder: Path) -> tuple[int, int]:
+    """Fills the network and gives its weights their final form; returns how many parameters, and their bytes."""
+    slots: dict[str, torch.Tensor] = network.slots()
+    load_weights(folder, slots)
+    counts = sum(slot.numel() for slot in slots.values()), sum(slot.nbytes for slot in slots.values())
+    slots.clear()  # the views would keep every weight alive beside its packed form
+    network.prepare()
+    return counts
 
 
 def _refuse_unbuilt(args: EngineArgs) -> None:
