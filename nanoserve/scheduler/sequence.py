@@ -129,5 +129,6 @@ class Sequence:
             token_ids=tuple(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.request.sampling,
+            grammar=self.request.grammar,
             adapter=self.request.adapter,
         )

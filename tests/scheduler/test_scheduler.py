@@ -6,7 +6,8 @@ import pytest
 
 from nanoserve.core.errors import InvalidRequestError, QueueFullError
 from nanoserve.core.outputs import FinishReason, RequestOutput
-from nanoserve.core.plan import BlockCopy, ModelRunnerOutput, SampledTokens, SchedulerOutput
+from nanoserve.core.plan import AdmittedState, BlockCopy, ModelRunnerOutput, SampledTokens, SchedulerOutput
+from nanoserve.core.request import Grammar
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.engine.driving import Driver, make_config, make_request
 from tests.fakes import FakeExecutor
@@ -387,17 +388,35 @@ def test_samples_that_do_not_follow_the_drafts_are_a_fault_of_the_executor() -> 
         first_step(scheduler, (7, 1))
 
 
-def test_block_copies_and_adapters_go_with_the_next_plan() -> None:
+def test_block_copies_adapters_and_grammars_go_with_the_next_plan() -> None:
     scheduler = Scheduler(make_config())
     copy = BlockCopy(source_block_id=0, target_block_id=7, target="host")
     scheduler.copy_blocks([copy])
     assert scheduler.schedule().block_copies == (), "an empty step is not executed"
     scheduler.update(SchedulerOutput(step_id=1, scheduled=()), ModelRunnerOutput(step_id=1))
-    scheduler.add(make_request("r", 3, adapter="french"))
+    request = make_request("r", 3, adapter="french", grammar=Grammar("start: /a+/"))
+    scheduler.add(request)
     plan = scheduler.schedule()
     assert plan.block_copies == (copy,)
-    assert plan.scheduled[0].admitted is not None
-    assert plan.scheduled[0].admitted.adapter == "french"
+    assert plan.scheduled[0].admitted == AdmittedState(
+        token_ids=request.prompt_token_ids,
+        num_prompt_tokens=3,
+        sampling=request.sampling,
+        grammar=request.grammar,
+        adapter="french",
+    )
+
+
+def test_kv_that_another_tier_brings_back_is_copied_before_the_step() -> None:
+    """The executor loses a block in use; a copy planned with the step puts it right, or the tokens would differ."""
+    driver = Driver(make_config())
+    driver.add(make_request("r", 6, max_tokens=4))
+    driver.step()
+    block_id = driver.executor.held["r"].block_table[0]
+    driver.executor.host_kv[3] = list(driver.executor.kv[block_id])
+    driver.executor.kv[block_id] = [0] * 4
+    driver.core.scheduler.copy_blocks([BlockCopy(source_block_id=3, target_block_id=block_id, source="host")])
+    driver.run()
 
 
 def test_prompt_events_name_the_blocks() -> None:
