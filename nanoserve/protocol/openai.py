@@ -4,13 +4,9 @@ Known fields are strictly typed (a bool is no number, a string is no integer); u
 clients send many. Ranges are judged once, by ``core.sampling``; what depends on the model by ``text.preprocess``.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from nanoserve.core.errors import InvalidRequestError
-
-BodyT = TypeVar("BodyT", bound="RequestBody")
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class RequestBody(BaseModel):
@@ -113,26 +109,3 @@ class DetokenizeRequest(RequestBody):
 
     tokens: list[Any] = Field(...)
     skip_special_tokens: bool | None = None
-
-
-def parse_body(model: type[BodyT], body: object) -> BodyT:
-    """The request in a decoded JSON body.
-
-    Raises:
-        InvalidRequestError: the body is no object, or a field has the wrong type; ``param`` names the field.
-    """
-    if not isinstance(body, dict):
-        raise InvalidRequestError(f"The request body must be a JSON object. Given: {type(body).__name__}.")
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise _as_invalid_request(error) from None
-
-
-def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    field = str(first["loc"][0]) if first["loc"] else None
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
-        return InvalidRequestError(f"`{path}` is required.", param=field)
-    return InvalidRequestError(f"`{path}`: {first['msg']}. Given: {repr(first['input'])[:100]}.", param=field)

@@ -49,7 +49,8 @@ class LogprobWriter:
         self._table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
         self._num_top = num_top
         self.num_chars = num_chars
-        self._data = b""
+        self._data = b""  # from a character's beginning on; the tokens of its first ``_num_written`` bytes are written
+        self._num_written = 0
         self._waiting: list[_Waiting] = []
 
     def add(self, token_id: int, entry: TokenLogprobs | None, *, hidden: bool = False) -> None:
@@ -64,13 +65,14 @@ class LogprobWriter:
             return ()
         spans = list(_spans(self._data, final=final))
         settled = spans[-1][1] if spans else 0
-        written, start = [], 0
+        written, start = [], self._num_written
         while self._waiting and (final or start + self._waiting[0].num_bytes <= settled):
             waiting = self._waiting.pop(0)
             end = start + waiting.num_bytes
             written.append(self._entry(waiting, _share(self._data, spans, start, end)))
             start = end
-        self._data = self._data[start:]
+        boundary = _boundary(self._data, spans, start)
+        self._data, self._num_written = self._data[boundary:], start - boundary
         return tuple(written)
 
     def _entry(self, waiting: _Waiting, data: bytes) -> TokenText:
@@ -111,6 +113,17 @@ def _spans(data: bytes, *, final: bool) -> Iterator[tuple[int, int, bool]]:
             if num_bytes:
                 yield start, start + num_bytes, True
             return
+
+
+def _boundary(data: bytes, spans: Sequence[tuple[int, int, bool]], end: int) -> int:
+    """Where the character or replaced subpart begins that the byte before ``end`` is a part of; ``end`` between two."""
+    for span_start, span_end, valid in spans:
+        if span_start < end < span_end:
+            if not valid:
+                return span_start
+            while data[end] & 0xC0 == 0x80:
+                end -= 1
+    return end
 
 
 def _share(data: bytes, spans: Sequence[tuple[int, int, bool]], start: int, end: int) -> bytes:

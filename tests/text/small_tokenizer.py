@@ -1,6 +1,7 @@
 """A byte-level BPE with Qwen's pre-tokenizer and special tokens, trained in a moment, and its own chat template."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +55,26 @@ TEMPLATE = """
 {%- endif %}"""
 
 
-def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """tokenizer.json and its config, as a model folder has them."""
+def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, fragments: Sequence[str] = ()) -> Path:
+    """tokenizer.json and its config, as a model folder has them.
+
+    ``fragments``: texts whose short pieces are tokens too, across words, so that they can be cut in many ways.
+    """
     from transformers import PreTrainedTokenizerFast
 
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
     backend.decoder = decoders.ByteLevel()
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    in_words = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"), as_bytes])
+    limit = {"max_token_length": 5} if fragments else {}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(CORPUS * 4, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=480 if fragments else 420, initial_alphabet=alphabet, show_progress=False, **limit
+    )
+    backend.pre_tokenizer = as_bytes if fragments else in_words
+    backend.train_from_iterator([*CORPUS, *fragments] * 4, trainer)
+    backend.pre_tokenizer = in_words
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP])
     pretrained: Any = PreTrainedTokenizerFast(
