@@ -17,8 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +31,7 @@ from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 1800.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OBJECT_STORE_BYTES = 96 * 2**20
 _ERROR_LINE = re.compile(r"nanoserve\.core\.errors\.(\w+): (.+)")
 
@@ -70,11 +69,11 @@ def serve(launch: Launch) -> int:
     """
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
-    with _signals():
-        run = _Run(launch, proxy)
+    with _Signals() as signals:
+        run = _Run(launch, proxy, signals)
         try:
             _serve_until_stopped(run)
-        except StopRequested:
+        except (StopRequested, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
             _say("Hurrying.")
         finally:
             run.end()
@@ -87,30 +86,45 @@ def _serve_until_stopped(run: "_Run") -> None:
         run.announce()
         while True:
             time.sleep(3600)
-    except StopRequested:
+    except (StopRequested, SystemExit):
         run.stop()
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise ``StopRequested`` in the main thread, each time they come."""
+class _Signals:
+    """SIGINT and SIGTERM raise ``StopRequested`` in the main thread, each time they come, until they are ignored."""
 
-    def raise_stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequested
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: dict[signal.Signals, Any] = {}
 
-    kept = {number: signal.signal(number, raise_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
+    def __enter__(self) -> "_Signals":
+        self._kept = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        self.listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._kept.items():
             signal.signal(number, handler)
+
+    def listen(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def ignore(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        raise StopRequested
 
 
 class _Run:
     """One run: its folder, its Ray, its end."""
 
-    def __init__(self, launch: Launch, proxy: Proxy) -> None:
+    def __init__(self, launch: Launch, proxy: Proxy, signals: _Signals) -> None:
         self._launch = launch
+        self._signals = signals
         self._proxy = proxy
         self._began_s = time.monotonic()
         self._serving = False
@@ -125,6 +139,8 @@ class _Run:
             self._wait_until_running()
             self._wait_until_answering()
         except Exception as error:
+            if self._signals.count:  # raised inside Ray's native code, it comes out as something else
+                raise StopRequested from None
             self._failed = True
             if isinstance(error, NanoserveError):
                 raise
@@ -146,6 +162,7 @@ class _Run:
             object_store_memory=_OBJECT_STORE_BYTES,
             _temp_dir=str(self.dir),
         )
+        self._signals.listen()  # Ray has put its own handlers there
 
     def _deploy(self) -> None:
         from ray import serve
@@ -224,8 +241,7 @@ class _Run:
 
     def end(self) -> None:
         """Ends every process of the run. From here on signals are ignored: there is nothing left to hurry."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        self._signals.ignore()
         _shut_ray_down()
         processes.end(self.dir)
         self._watchdog.dismiss()
