@@ -5,21 +5,35 @@ from dataclasses import dataclass
 from nanoserve.core.sampling import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that sampled tokens must follow, in the text form that the grammar library compiles.
+
+    ``start_after_token_id``: the grammar binds from the token after the first sampled one with this id (``</think>``);
+    None binds from the first token.
+    """
+
+    text: str
+    start_after_token_id: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One sequence to generate; ``n`` choices are ``n`` of these. Made in ``text/preprocess``, valid by construction.
 
     ``sampling`` is resolved: ``n`` is 1, ``seed`` and ``max_tokens`` are set, ``stop`` is empty (the door judges stop
-    strings), and ``stop_token_ids`` holds the model's EOS ids (unless ``ignore_eos``) and the request's own.
+    strings), ``structured_outputs`` is unset (it became ``grammar``), and ``stop_token_ids`` holds the model's EOS ids
+    (unless ``ignore_eos``) and the request's own.
     ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
-    request): they count as output for penalties and positions, not as prompt.
+    request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    grammar: Grammar | None = None
     adapter: str | None = None
     priority: int = 0
     arrival_s: float = 0.0

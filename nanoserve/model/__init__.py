@@ -1,1 +1,1 @@
-"""Tensors: the only folder that imports torch. ``build`` is its one doorway."""
+"""TENSORS. The only folder that imports torch; ``build`` is its doorway, ``folder`` and ``info`` stay torch-free."""

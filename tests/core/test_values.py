@@ -17,7 +17,7 @@ from nanoserve.core.sampling import SamplingParams
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
         ("temperature", True), ("top_p", 0), ("top_p", 1.01), ("min_p", -1), ("presence_penalty", 2.5),
         ("frequency_penalty", math.nan), ("repetition_penalty", 0), ("n", 0), ("n", 1.5), ("top_k", -2),
-        ("max_tokens", -3), ("seed", 2**64), ("seed", -(2**63) - 1), ("logprobs", 9999), ("stop", ""), 
+        ("max_tokens", -3), ("seed", 2**64), ("seed", -(2**63) - 1), ("logprobs", 9999), ("stop", ""),
         ("stop", ["ok", ""]),
         ("stop", [1, 2]), ("stop_token_ids", [-1]), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 250.0}),
         ("logit_bias", {1: math.nan}),

@@ -1,0 +1,1 @@
+"""Seeded workloads and the commands that measure them; every result is JSON with its command, commit and machine."""

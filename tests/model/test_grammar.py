@@ -1,0 +1,102 @@
+"""Masks allow exactly what the grammar allows, whenever it begins and however often it is rebuilt."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nanoserve.core.request import Grammar
+from nanoserve.core.sampling import StructuredOutputs
+from nanoserve.model.grammar import GrammarMatcher, GrammarTokenizer
+from nanoserve.text.grammar import grammar_text, tool_call_grammar
+
+EOS, THINK_END, VOCAB = 256, 257, 300
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarTokenizer:
+    """One token a byte, an end token, ``</think>``, and padding rows up to 300."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    byte_of = {chr(b): b for b in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte_of[char] for char in alphabet}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens(["</think>"])
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return GrammarTokenizer(folder, VOCAB, [EOS])
+
+
+def allowed(matcher: GrammarMatcher) -> list[int]:
+    row = torch.zeros((VOCAB + 31) // 32, dtype=torch.int32)
+    matcher.fill(row)
+    return [t for t in range(VOCAB) if int(row[t // 32]) >> (t % 32) & 1]
+
+
+def random_text(vocabulary: GrammarTokenizer, grammar: Grammar, seed: int, limit: int = 300) -> tuple[str, bool]:
+    """Choose freely among the allowed tokens; also (text, whether the grammar ended)."""
+    rng, ids = random.Random(seed), list[int]()
+    matcher = vocabulary.matcher(grammar, [])
+    while len(ids) < limit:
+        choices = allowed(matcher)
+        assert choices, "a grammar must never leave nothing to choose"
+        token = EOS if EOS in choices and rng.random() < 0.5 else rng.choice(choices)
+        if token == EOS:
+            return bytes(ids).decode(), True
+        ids.append(token)
+        if len(ids) % 7 == 0:
+            matcher = vocabulary.matcher(grammar, ids)  # as after a preemption
+        else:
+            matcher.accept([token])
+    return bytes(ids).decode(errors="ignore"), False
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_free_choice_within_a_schema_gives_a_valid_document(vocabulary: GrammarTokenizer, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 12}, "s": {"enum": ["a", "日本", 'q"']}},
+        "required": ["n", "s"],
+        "additionalProperties": False,
+    }
+    text, ended = random_text(vocabulary, Grammar(grammar_text(StructuredOutputs(json=json.dumps(schema)))), seed)
+    if ended:
+        value = json.loads(text)
+        assert set(value) == {"n", "s"}
+        assert 1 <= value["n"] <= 12
+        assert value["s"] in schema["properties"]["s"]["enum"]  # type: ignore[index]
+
+
+def test_most_free_choices_end(vocabulary: GrammarTokenizer) -> None:
+    grammar = Grammar(grammar_text(StructuredOutputs(choice=("yes", "no", "maybe"))))
+    texts = {random_text(vocabulary, grammar, seed) for seed in range(40)}
+    assert texts == {("yes", True), ("no", True), ("maybe", True)}
+
+
+def test_a_tool_call_is_forced(vocabulary: GrammarTokenizer) -> None:
+    parameters = {"properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+    tools: list[dict[str, object]] = [{"name": "ping"}, {"name": "add", "parameters": parameters}]
+    names = set()
+    for seed in range(20):
+        text, ended = random_text(vocabulary, Grammar(tool_call_grammar(tools)), seed)
+        if ended:
+            call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+            names.add(call["name"])
+    assert names == {"ping", "add"}
+
+
+def test_the_grammar_may_begin_after_the_thinking(vocabulary: GrammarTokenizer) -> None:
+    grammar = Grammar(grammar_text(StructuredOutputs(regex="ok")), start_after_token_id=THINK_END)
+    matcher = vocabulary.matcher(grammar, [ord("h"), ord("m")])
+    assert not matcher.binds
+    matcher.accept([THINK_END])
+    assert matcher.binds
+    assert allowed(matcher) == [ord("o")]
+    matcher.accept(b"ok")
+    assert allowed(matcher) == [EOS]
