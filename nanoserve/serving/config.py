@@ -15,7 +15,7 @@ class ServingArgs(BaseModel):
     """Arguments of ``nanoserve.serving:build``. Written flat: the fields of ``EngineArgs`` stand beside these.
 
     ``num_replicas`` engines, or between ``min_replicas`` and ``max_replicas`` by load; ``num_routers`` doors.
-    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU where there is one.
+    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU if there is one.
     ``drain_s``: how long a stopping router lets its streams run before it ends them.
     """
 

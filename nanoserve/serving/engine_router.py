@@ -24,7 +24,10 @@ class EngineRouter(RequestRouter):
 
         loop = asyncio.get_running_loop()
         self._listed = list(replicas)
-        refresh = lambda: loop.call_soon_threadsafe(lambda: self.update_replicas(self._listed))  # noqa: E731
+
+        def refresh() -> None:
+            loop.call_soon_threadsafe(lambda: self.update_replicas(self._listed))
+
         super().update_replicas(self._listed + ENGINES.replicas_changed(self._listed, refresh))
 
     async def choose_replicas(

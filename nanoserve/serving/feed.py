@@ -1,7 +1,7 @@
 """The door's side of the feed: which engines there are, where each request runs, and what happens when one is lost.
 
-Every token belongs to an attempt, named ``request_id.attempt``; what arrives for an attempt that is not open is dropped,
-so a late token of a lost engine can never appear twice. When an engine is lost, its requests are submitted again
+Every token belongs to an attempt, named ``request_id.attempt``; what arrives for an attempt that is not open is
+dropped, so a late token of a lost engine can never appear twice. When an engine is lost, its requests are submitted again
 elsewhere as prompt plus the tokens so far; sampling is a function of (logits, seed, position), so they go on as if
 nothing had happened.
 
@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,6 +26,10 @@ from nanoserve.routing.policy import EngineLoad, rank
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Submit, merge
 
 logger = logging.getLogger(__name__)
+
+
+_LOST = (EngineDeadError.type, UnavailableError.type)
+"""Types of errors that end a request because its engine ended, not because of the request."""
 
 
 class Transport(Protocol):
@@ -201,6 +206,7 @@ class FeedDoor:
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
         self._changed = asyncio.Event()
+        self._emptied = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._spawn(self._watch())
@@ -223,8 +229,7 @@ class FeedDoor:
         try:
             await self._place(stream, self._config.engine_wait_s)
         except NanoserveError:
-            stream.finished = True
-            self._open.discard(stream)
+            self._forget(stream)
             raise
         except asyncio.CancelledError:
             stream.close()
@@ -259,9 +264,10 @@ class FeedDoor:
     async def drain(self, seconds: float) -> None:
         """Take no new request; end those still open after ``seconds`` with an error."""
         self._draining = True
-        give_up_s = self._clock() + seconds
-        while self._open and self._clock() < give_up_s:
-            await asyncio.sleep(0.05)
+        if self._open:
+            self._emptied.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied.wait(), seconds)
         for stream in list(self._open):
             self._fail(stream, UnavailableError("The service is shutting down before the answer was finished."))
 
@@ -303,7 +309,7 @@ class FeedDoor:
             self._forget_peer(peer)
 
     def _forget_peer(self, peer: Peer) -> None:
-        """A closed peer is remembered for a while: Serve lists a dead replica a moment longer. A false death ends here."""
+        """Serve lists a dead replica a moment longer, so a closed peer is remembered; a false death ends here."""
         if self._peers.get(peer.peer_id) is peer:
             del self._peers[peer.peer_id]
             if peer.peer_id in self._listed:
@@ -371,7 +377,7 @@ class FeedDoor:
             self._lose(peer, last.reason)
 
     def _deliver(self, stream: FeedStream, output: RequestOutput, now_s: float) -> None:
-        if output.finish_reason is FinishReason.ERROR and output.error and output.error[0] == EngineDeadError.type:
+        if output.error is not None and output.error[0] in _LOST:
             self._move(stream, output.error[1])
             return
         if output.new_token_ids:
@@ -390,7 +396,8 @@ class FeedDoor:
         while not stream.finished:
             peer = await self._choose(stream, full, give_up_s)
             try:
-                return await self._submit(stream, peer)
+                await self._submit(stream, peer)
+                return
             except QueueFullError as error:
                 full[peer.peer_id] = error
             except EngineLostError:
@@ -505,12 +512,17 @@ class FeedDoor:
         self._end(stream, "error", abort=True)
 
     def _end(self, stream: FeedStream, reason: str, *, abort: bool) -> None:
-        stream.finished = True
-        self._open.discard(stream)
+        self._forget(stream)
         self._observer.finished(reason, self._clock() - stream.opened_s)
         if abort and stream.peer is not None and stream.peer.state is not PeerState.CLOSED:
             self._send(stream.peer, _Call(Abort(stream.attempt_id)))
         self._unbook(stream)
+
+    def _forget(self, stream: FeedStream) -> None:
+        stream.finished = True
+        self._open.discard(stream)
+        if not self._open:
+            self._emptied.set()
 
     def _unbook(self, stream: FeedStream) -> None:
         peer, stream.peer, stream.accepted = stream.peer, None, False

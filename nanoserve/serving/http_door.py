@@ -11,7 +11,7 @@ from nanoserve.serving.door import Health, ServedModel
 from nanoserve.serving.feed import FeedDoor, FeedStream
 from nanoserve.serving.http import HttpConfig, build_app
 from nanoserve.serving.wire import EngineCard
-from nanoserve.text.model_text import GenerationDefaults
+from nanoserve.text.defaults import GenerationDefaults
 from nanoserve.text.preprocess import ModelLimits, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ class HttpDoor:
         self._scrape = scrape
         self._name = args.served_model_name or args.engine.model
         self._tokenizer = Tokenizer.load(folder)
-        self._defaults = GenerationDefaults.load(folder)
+        self._defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
         self._models: list[ServedModel] = []
 
     async def open(self, request: GenerateRequest) -> FeedStream:
@@ -63,7 +63,5 @@ class HttpDoor:
 
 def http_app(feed: FeedDoor, scrape: Callable[[], Awaitable[bytes]], args: ServingArgs) -> Any:
     """The OpenAI-compatible app around the feed of this process."""
-    config = HttpConfig(
-        api_keys=args.api_keys, cors_origins=args.cors_origins, max_body_bytes=args.max_body_bytes
-    )
+    config = HttpConfig(api_keys=args.api_keys, cors_origins=args.cors_origins, max_body_bytes=args.max_body_bytes)
     return build_app(HttpDoor(feed, scrape, args), config)

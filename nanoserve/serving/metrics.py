@@ -35,53 +35,57 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
 
 
 class Metrics:
-    """This router's own registry; it observes the door (``feed.Observer``)."""
+    """What this router counts; it observes the door (``feed.Observer``)."""
 
     def __init__(self, router_id: str) -> None:
         self._router_id = router_id
-        self._registry = CollectorRegistry()
-        own = {"registry": self._registry, "namespace": "nanoserve", "labelnames": ("router",)}
-        self._open = Gauge("door_requests_open", "Requests open at the door", **own)
+        self._open = Gauge("nanoserve_door_requests_open", "Requests open at the door", ["router"], registry=None)
         self._ended = Counter(
-            "door_requests", "Requests that ended at the door", **own | {"labelnames": ("router", "reason")}
+            "nanoserve_door_requests", "Requests that ended at the door", ["router", "reason"], registry=None
         )
-        self._resubmitted = self._child(Counter("door_resubmits", "Requests moved to another engine", **own))
-        self._ttft = self._child(
-            Histogram("time_to_first_token_seconds", "From acceptance to the first token", buckets=_LATENCY_S, **own)
+        self._resubmitted = Counter(
+            "nanoserve_door_resubmits", "Requests moved to another engine", ["router"], registry=None
         )
-        self._itl = self._child(
-            Histogram("inter_token_latency_seconds", "Between outputs of one request", buckets=_GAP_S, **own)
+        self._ttft = Histogram(
+            "nanoserve_time_to_first_token_seconds",
+            "From the request's arrival at the door to its first token",
+            ["router"],
+            registry=None,
+            buckets=_LATENCY_S,
         )
-        self._e2e = self._child(
-            Histogram("request_seconds", "From acceptance to the end", buckets=_LATENCY_S, **own)
+        self._itl = Histogram(
+            "nanoserve_inter_token_latency_seconds", "Between outputs", ["router"], registry=None, buckets=_GAP_S
+        )
+        self._e2e = Histogram(
+            "nanoserve_request_seconds", "From arrival to the end", ["router"], registry=None, buckets=_LATENCY_S
         )
         self._step = Histogram(
-            "step_seconds",
-            "One step of the engine: schedule, execute, update",
-            buckets=_GAP_S,
-            **own | {"labelnames": ("replica",), "registry": None},
+            "nanoserve_step_seconds", "A step of the engine", ["replica"], registry=None, buckets=_GAP_S
         )
+        self._observe_ttft = self._ttft.labels(router_id).observe
+        self._observe_itl = self._itl.labels(router_id).observe
 
     def step(self, peer_id: str, stats: StepStats) -> None:
         self._step.labels(peer_id).observe(stats.schedule_s + stats.execute_s + stats.update_s)
 
     def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+        self._observe_ttft(seconds)
 
     def next_tokens(self, seconds: float) -> None:
-        self._itl.observe(seconds)
+        self._observe_itl(seconds)
 
     def finished(self, reason: str, seconds: float) -> None:
         self._ended.labels(self._router_id, reason).inc()
-        self._e2e.observe(seconds)
+        self._e2e.labels(self._router_id).observe(seconds)
 
     def resubmitted(self) -> None:
-        self._resubmitted.inc()
+        self._resubmitted.labels(self._router_id).inc()
 
     def door_families(self, num_open: int) -> list[Metric]:
         """What only this door knows; picklable, so that another router can show it."""
         self._open.labels(self._router_id).set(num_open)
-        return list(self._registry.collect())
+        own = (self._open, self._ended, self._resubmitted, self._ttft, self._itl, self._e2e)
+        return [family for metric in own for family in metric.collect()]
 
     def engine_families(self, peers: Sequence[Peer]) -> Iterator[Metric]:
         """What the engines last reported to this door."""
@@ -96,9 +100,6 @@ class Metrics:
                 counter.add_metric((peer.peer_id,), getattr(peer.stats, attribute))
             yield counter
         yield from self._step.collect()
-
-    def _child(self, metric):  # type: ignore[no-untyped-def]
-        return metric.labels(self._router_id)
 
 
 def render(families: Iterable[Metric]) -> bytes:

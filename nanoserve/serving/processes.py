@@ -1,7 +1,7 @@
 """Which processes belong to a run, and their end. Standard library only: it also runs alone, as a watchdog.
 
-Every process of a run inherits ``MARK`` in its environment, which is read from ``/proc``; elsewhere than on Linux nothing
-is found, and Ray's own shutdown has to do.
+Every process of a run inherits ``MARK`` in its environment, which is read from ``/proc``; elsewhere than on Linux
+nothing is found, and Ray's own shutdown has to do.
 """
 
 import os
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
 
 MARK = "NANOSERVE_RUN_DIR"
 _MODULE = "nanoserve.serving.processes"

@@ -130,6 +130,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises where the engine cannot go on, so that Serve replaces the replica."""
+        self._start()
         health = self._engine.health()
         if health.state in ("dead", "stuck"):
             raise RuntimeError(f"The engine is {health.state}: {health.reason}")

@@ -1,23 +1,26 @@
-"""An engine without a model: a token is a function of (seed, position), so any answer can be checked, however it was
-cut, moved or resumed. And the smallest app that streams them."""
+"""The real engine over a fake model: a token is a function of (seed, position), so any answer can be checked, however
+it was cut, moved or resumed. And the smallest app that streams it."""
 
 import json
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from nanoserve.core.config import EngineArgs
-from nanoserve.core.errors import EngineDeadError, QueueFullError
-from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
+from nanoserve.core.config import EngineArgs, SchedulerConfig
+from nanoserve.core.errors import CheckpointError, NanoserveError, QueueFullError
+from nanoserve.core.plan import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
+from nanoserve.engine.async_engine import AsyncEngine
+from nanoserve.engine.core import EngineCore
+from nanoserve.serving.feed import FeedDoor
 from nanoserve.serving.replica import Deliver, Engine
 from nanoserve.serving.wire import EngineCard
 
 STEP_S = float(os.environ.get("NANOSERVE_TEST_STEP_S", "0.02"))
+NUM_BLOCKS = 4096
+POISON = 666
 
 
 def token_at(seed: int, position: int) -> int:
@@ -30,119 +33,59 @@ def expected(prompt_token_ids: list[int], seed: int, max_tokens: int) -> list[in
     return [token_at(seed, start + index) for index in range(max_tokens)]
 
 
-@dataclass(frozen=True, slots=True)
-class FakeUpdate:
-    outputs: tuple[RequestOutput, ...]
-    stats: StepStats
+class FakeExecutor:
+    """Takes ``STEP_S`` a step; a prompt that begins with ``POISON`` breaks it."""
 
+    def __init__(self) -> None:
+        self._seeds: dict[str, int] = {}
 
-@dataclass(frozen=True, slots=True)
-class FakeHealth:
-    state: str
-    reason: str = ""
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(STEP_S)
+        for request_id in plan.released_request_ids:
+            self._seeds.pop(request_id, None)
+        sampled = {request.request_id: self._sample(request) for request in plan.scheduled}
+        return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
+    def _sample(self, request: ScheduledRequest) -> SampledTokens:
+        if request.admitted is not None:
+            if request.admitted.token_ids[0] == POISON:
+                raise RuntimeError("a poisoned prompt")
+            self._seeds[request.request_id] = request.admitted.sampling.seed or 0
+        if not request.num_samples:
+            return SampledTokens()
+        position = request.num_computed_tokens + len(request.token_ids)
+        return SampledTokens(token_ids=(token_at(self._seeds[request.request_id], position),))
 
-@dataclass(slots=True)
-class _Running:
-    request: GenerateRequest
-    num_tokens: int = 0
-
-
-class FakeEngine:
-    """One thread that gives every running request one token a step. No KV, no queue order: only what a feed can see."""
-
-    def __init__(self, args: EngineArgs, deliver: Deliver) -> None:
-        self._args = args
-        self._deliver = deliver
-        self._lock = threading.Lock()
-        self._requests: dict[str, _Running] = {}
-        self._aborted = self._finished = self._generated = self._steps = 0
-        self._dead = ""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def submit(self, request: GenerateRequest) -> None:
-        if self._dead:
-            raise EngineDeadError(self._dead)
-        with self._lock:
-            if len(self._requests) >= self._args.max_num_seqs + self._args.max_queued_requests:
-                raise QueueFullError("The engine's queue is full.", retry_after_s=2.0)
-            self._requests[request.request_id] = _Running(request)
-
-    def abort(self, request_id: str) -> None:
-        with self._lock:
-            self._aborted += self._requests.pop(request_id, None) is not None
-
-    def health(self) -> FakeHealth:
-        return FakeHealth("dead", self._dead) if self._dead else FakeHealth("running" if self._requests else "idle")
-
-    def _run(self) -> None:
-        while not self._stopped.wait(STEP_S):
-            with self._lock:
-                outputs = [self._advance(name, running) for name, running in list(self._requests.items())]
-            self._steps += 1
-            if outputs or self._steps % 10 == 0:
-                self._deliver(FakeUpdate(tuple(outputs), self._stats()))
-
-    def _advance(self, request_id: str, running: _Running) -> RequestOutput:
-        request = running.request
-        limit = request.sampling.max_tokens or 0
-        if request.prompt_token_ids[0] == 666:
-            self._dead = "A poisoned prompt."
-            del self._requests[request_id]
-            return RequestOutput(
-                request_id=request_id, finish_reason=FinishReason.ERROR, error=("server_error", self._dead)
-            )
-        token_id = token_at(request.sampling.seed or 0, len(request.prompt_token_ids) + running.num_tokens)
-        running.num_tokens += 1
-        self._generated += 1
-        finished = request.num_prior_output_tokens + running.num_tokens >= limit
-        if finished:
-            self._finished += 1
-            del self._requests[request_id]
-        return RequestOutput(
-            request_id=request_id,
-            new_token_ids=(token_id,),
-            finish_reason=FinishReason.LENGTH if finished else None,
-        )
-
-    def _stats(self) -> StepStats:
-        return StepStats(
-            step_id=self._steps,
-            num_running=len(self._requests),
-            num_blocks=100,
-            num_free_blocks=max(0, 100 - len(self._requests)),
-            num_generated_tokens_total=self._generated,
-            num_finished_total=self._finished,
-            num_aborted_total=self._aborted,
-        )
+    def close(self) -> None:
+        self._seeds.clear()
 
 
 def make_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]:
+    if args.model == "broken":
+        raise CheckpointError("model.safetensors: the tensor lm_head.weight is missing.")
+    config = SchedulerConfig(
+        num_blocks=NUM_BLOCKS,
+        block_size=16,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_queued_requests=args.max_queued_requests,
+    )
     card = EngineCard(
         engine_id=f"{os.getpid()}-{time.time_ns()}",
-        max_model_len=4096,
+        max_model_len=config.max_model_len,
         vocab_size=50021,
-        num_blocks=100,
+        num_blocks=NUM_BLOCKS,
         block_size=16,
         max_num_seqs=args.max_num_seqs,
         info={"name": "fake", "pid": os.getpid()},
     )
-    return FakeEngine(args, deliver), card
+    return AsyncEngine(EngineCore(FakeExecutor(), config), deliver), card
 
 
-def make_app(door: Any, scrape: Callable[[], Any], args: Any) -> Any:
+def make_app(door: FeedDoor, scrape: Callable[[], Awaitable[bytes]], args: Any) -> Any:
     """POST /generate {"prompt": [ids], "max_tokens": n, "seed": s}: a stream of data lines, one list of ids each."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response, StreamingResponse
-
-    from nanoserve.core.errors import NanoserveError
 
     app = FastAPI()
     counter = iter(range(10**9))
