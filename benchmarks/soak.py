@@ -2,8 +2,9 @@
 
 python -m benchmarks.soak --url http://127.0.0.1:8000 --clients 64 --seconds 120
 
-Greedy streams start as others end. Afterwards the running and waiting gauges must be 0 and all blocks free again. Exits 1
-when anything differs. ``--pids`` adds the resident memory of the service's processes, first and last third compared.
+Greedy streams start as others end. Afterwards the running and waiting gauges must be 0 and all blocks free again.
+Exits 1 when anything differs. ``--pids`` adds the resident memory of the service's
+processes, first and last third compared.
 """
 
 import argparse

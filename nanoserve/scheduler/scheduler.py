@@ -39,6 +39,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, cache_salt: str = "", clock: Callable[[], float] = time.time):
         self._config = config
+        self._block_size = config.block_size
         self._cache_salt = cache_salt
         self._clock = clock
         self._limits = Limits(
@@ -240,7 +241,7 @@ class Scheduler:
             hits = self._kv.find_hits(sequence)
             probes.append((sequence, hits))
             yield Waiting(
-                sequence.num_target_tokens - len(hits) * self._config.block_size,
+                sequence.num_target_tokens - len(hits) * self._block_size,
                 self._kv.num_blocks_taken(sequence, hits),
             )
 
@@ -270,6 +271,8 @@ class Scheduler:
             if num_tokens > 1:
                 scheduled.append(self._share(sequence, num_tokens))
                 continue
+            if sequence.num_draft_tokens:
+                sequence.clear_drafts()
             position = sequence.num_computed_tokens
             new_block_ids = self._kv.grow(sequence, position + 1) if position >= sequence.num_slots else ()
             token_ids = (sequence.token_ids[-1],)
@@ -286,10 +289,12 @@ class Scheduler:
         new_block_ids = self._kv.grow(sequence, max(end, sequence.num_target_tokens))
         num_samples = num_drafts + 1 if num_tokens >= num_pending and sequence.samples else 0
         num_scored = end - max(start, sequence.num_scored_tokens) if sequence.num_unscored_tokens else 0
+        token_ids = (*sequence.token_ids[start : end - num_drafts], *sequence.draft_token_ids[:num_drafts])
+        sequence.clear_drafts()
         self._in_flight.append(sequence)
         return ScheduledRequest(
             request_id=sequence.request_id,
-            token_ids=(*sequence.token_ids[start : end - num_drafts], *sequence.draft_token_ids[:num_drafts]),
+            token_ids=token_ids,
             num_computed_tokens=start,
             new_block_ids=tuple(sequence.block_ids) if is_new else new_block_ids,
             num_logits=max(num_samples, num_scored),
@@ -326,32 +331,28 @@ class Scheduler:
     # Accounting and ending
 
     def _account(self, sequence: Sequence, request: ScheduledRequest, sampled: SampledTokens) -> RequestOutput | None:
-        """Advance one sequence by its share of the step; its news, if there are any."""
+        """Advance one sequence by its share of the step; its news, if there are any. Hot: once a request and step."""
         token_ids = sampled.token_ids
-        num_rejected = _num_rejected_drafts(request, token_ids)
-        sequence.num_computed_tokens += len(request.token_ids) - num_rejected
-        if sequence.num_draft_tokens:
-            sequence.clear_drafts()
-        finish_reason: FinishReason | None = None
-        if token_ids:
+        sequence.num_computed_tokens += len(request.token_ids)
+        if len(token_ids) == request.num_samples == 1:
             sequence.is_decoding = True
-            num_kept, finish_reason = _append(sequence, token_ids)
-            if num_kept < len(token_ids):
-                token_ids = token_ids[:num_kept]
-                sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
-            self._num_generated_tokens += num_kept
-        elif not sequence.num_pending_tokens:
-            finish_reason = FinishReason.LENGTH
+            finish_reason = _append(sequence, token_ids[0])
+        elif request.num_samples:
+            token_ids, finish_reason = _append_verified(sequence, request, token_ids)
+        else:
+            assert not token_ids, f"{token_ids} sampled although none was planned: {request}"
+            finish_reason = None if sequence.num_pending_tokens else FinishReason.LENGTH
         scores = _take_scores(sequence, request, sampled) if request.num_logits > request.num_samples else ()
-        if sequence.num_computed_tokens >= (sequence.num_published + 1) * self._config.block_size:
+        if sequence.num_computed_tokens >= (sequence.num_published + 1) * self._block_size:
             self._kv.publish(sequence)
         if finish_reason is not None:
             self._num_finished += 1
             self._close(sequence)
         elif not token_ids and not scores:
             return None
+        self._num_generated_tokens += len(token_ids)
         stop_token_id = token_ids[-1] if finish_reason is FinishReason.STOP else None
-        logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs else ()
+        logprobs = sampled.logprobs and sampled.logprobs[: len(token_ids)]
         return RequestOutput(
             sequence.request_id, token_ids, finish_reason, stop_token_id, logprobs, scores, sequence.num_cached_tokens
         )
@@ -390,27 +391,33 @@ class Scheduler:
         return f"running={running} waiting={waiting} free_blocks={self._kv.num_free_blocks}"
 
 
-def _num_rejected_drafts(request: ScheduledRequest, token_ids: tuple[int, ...]) -> int:
-    """How many of the request's drafts the samples refute; the samples before the last one must be drafts."""
-    num_sampled = len(token_ids)
-    if num_sampled == request.num_samples <= 1:
-        return 0
-    num_drafts = request.num_samples - 1
+def _append(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Append a sampled token; why the sequence ends with it, if it does."""
+    sequence.token_ids.append(token_id)
+    if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
+
+
+def _append_verified(
+    sequence: Sequence, request: ScheduledRequest, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Append the accepted drafts and the sample after them, up to the first that ends the sequence; roll the rest back.
+
+    The KV of a refuted draft is not counted as computed, and will be overwritten.
+    """
+    num_sampled, num_drafts = len(token_ids), request.num_samples - 1
     drafts = request.token_ids[len(request.token_ids) - num_drafts :]
-    assert 0 < num_sampled <= request.num_samples, f"{num_sampled} samples of {request.num_samples} planned: {request}"
+    assert 0 < num_sampled <= num_drafts + 1, f"{num_sampled} samples of {num_drafts + 1} planned: {request}"
     assert token_ids[:-1] == drafts[: num_sampled - 1], f"samples {token_ids} do not follow the drafts {drafts}"
-    return request.num_samples - num_sampled
-
-
-def _append(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-    """Append sampled tokens up to the first that ends the sequence; how many were kept, and why it ended."""
-    for num_kept, token_id in enumerate(token_ids, start=1):
-        sequence.token_ids.append(token_id)
-        if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
-            return num_kept, FinishReason.STOP
-        if len(sequence.token_ids) >= sequence.max_length:
-            return num_kept, FinishReason.LENGTH
-    return len(token_ids), None
+    finish_reason: FinishReason | None = None
+    num_kept = 0
+    while num_kept < num_sampled and finish_reason is None:
+        finish_reason = _append(sequence, token_ids[num_kept])
+        num_kept += 1
+    num_computed_tokens = sequence.num_computed_tokens - (request.num_samples - num_sampled)
+    sequence.num_computed_tokens = min(num_computed_tokens, len(sequence.token_ids))
+    return token_ids[:num_kept], finish_reason
 
 
 def _take_scores(sequence: Sequence, request: ScheduledRequest, sampled: SampledTokens) -> tuple[TokenLogprobs, ...]:

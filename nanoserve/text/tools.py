@@ -78,7 +78,8 @@ class ToolParser:
             call.flush()
             deltas += call.take(self._num_shown)
         held, self._held, self._call = self._held, "", None
-        return content + ("" if self._after_call and held.isspace() else held), deltas
+        markup = self._expects_close or (self._after_call and held.isspace())
+        return content + ("" if markup else held), deltas
 
     def _is_plain(self, text: str) -> bool:
         """The common piece: nothing is held, nothing in it could open a call or be white space before one."""

@@ -25,7 +25,7 @@ class Answer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_tokens: int = 0
-    stopped_by_text: bool = False
+    stopped_by_text: bool = field(default=False, compare=False)  # whether the engine knew, which grouping may change
 
     def add(self, delta: Delta) -> None:
         self.content += delta.content

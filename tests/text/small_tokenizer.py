@@ -73,7 +73,10 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP])
     pretrained: Any = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=[SPECIAL[1]]
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[SPECIAL[1]],
     )
     pretrained.chat_template = template
     pretrained.save_pretrained(folder)

@@ -14,7 +14,9 @@ from tests.text.small_tokenizer import random_cut
 TEXT = "Zürich 🧵 日本語 — naïve café ✅"
 
 
-@given(ids=st.lists(st.integers(0, 500), min_size=1, max_size=40), sizes=st.lists(st.integers(1, 5)), skip=st.booleans())
+@given(
+    ids=st.lists(st.integers(0, 500), min_size=1, max_size=40), sizes=st.lists(st.integers(1, 5)), skip=st.booleans()
+)
 @settings(deadline=None)
 def test_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, ids: list[int], sizes: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
@@ -23,7 +25,9 @@ def test_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, ids: list[int], 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_characters_split_over_tokens_are_shown_whole(tokenizer: Tokenizer, pieces: dict[bytes, int], seed: int) -> None:
+def test_characters_split_over_tokens_are_shown_whole(
+    tokenizer: Tokenizer, pieces: dict[bytes, int], seed: int
+) -> None:
     ids = random_cut(pieces, TEXT, random.Random(seed))
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
     shown = [detokenizer.feed((token_id,)) for token_id in ids]
