@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -52,7 +51,7 @@ def assemble(args: ServingArgs, make_engine: EngineFactory, make_app: MakeApp) -
         graceful_shutdown_timeout_s=args.drain_s + 5.0,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
     )
-    bound = engine.bind(args.engine, make_engine, args.door_grace_s)
+    bound = engine.bind(args.engine, make_engine, args.max_replicas or args.num_replicas, args.door_grace_s)
     return router.bind(args, bound, make_app)
 
 
@@ -74,12 +73,6 @@ def _scale(args: ServingArgs) -> dict[str, Any]:
 
 
 def _engine_resources(args: ServingArgs) -> dict[str, Any]:
-    num_gpus = args.num_gpus
-    if num_gpus is None:
-        num_gpus = 1.0 if args.engine.device == "cuda" or (args.engine.device == "auto" and _cluster_has_gpu()) else 0.0
     num_cpus = ENGINE_CPUS if args.num_cpus is None else args.num_cpus
+    num_gpus = args.num_gpus if args.num_gpus is not None else float(args.engine.device == "cuda")
     return {"num_cpus": num_cpus, "num_gpus": num_gpus}
-
-
-def _cluster_has_gpu() -> bool:
-    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0

@@ -67,8 +67,9 @@ class ServingArgs(BaseModel):
             raise ConfigError(f"`min_replicas` ({self.min_replicas}) must be <= `max_replicas` ({self.max_replicas}).")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` must not hold an empty key.")
-        if self.engine.tensor_parallel_size != 1:
-            raise ConfigError("`tensor_parallel_size` above 1 is not built yet; leave it at 1.")
+        for name in ("seed", "enforce_eager"):
+            if getattr(self.engine, name):
+                raise ConfigError(f"`{name}` is not built yet; leave it out.")
         return self
 
 

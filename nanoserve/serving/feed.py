@@ -1,9 +1,9 @@
 """The door's side of the feed: which engines there are, where each request runs, and what happens when one is lost.
 
 Every token belongs to an attempt, named ``request_id.attempt``; what arrives for an attempt that is not open is
-dropped, so a late token of a lost engine can never appear twice. When an engine is lost, its requests are submitted again
-elsewhere as prompt plus the tokens so far; sampling is a function of (logits, seed, position), so they go on as if
-nothing had happened.
+dropped, so a late token of a lost engine can never appear twice. When an engine is lost, its requests are submitted
+again elsewhere as prompt plus the tokens so far; sampling is a function of (logits, seed, position), so they go on as
+if nothing had happened.
 
 Everything runs on one event loop. Work that outlives a call runs in a fresh context: Serve cancels handle calls made in
 a request's context when that request's client leaves.

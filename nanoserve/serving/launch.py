@@ -25,7 +25,9 @@ from typing import Any
 import httpx
 
 from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
+from nanoserve.model.folder import resolve_model
 from nanoserve.serving import processes
+from nanoserve.serving.config import ServingArgs
 from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,10 @@ def serve(launch: Launch) -> int:
     """Runs until a signal; returns the exit status.
 
     Raises:
-        ConfigError: the port is taken, or a setting is wrong. Other NanoserveError: it could not start.
+        ConfigError: the port is taken, a setting is wrong, or there is no such model. Other NanoserveError: it could not start.
     """
+    for app in launch.apps:
+        resolve_model(ServingArgs.model_validate(app.args).engine.model)
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
     with _Signals() as signals:
@@ -286,8 +290,6 @@ def _build(app: App) -> Any:
         builder = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"`import_path` {app.import_path!r} cannot be imported: {error}.") from None
-    from nanoserve.serving.config import ServingArgs
-
     built = builder(ServingArgs.model_validate(app.args))
     assert isinstance(built, Application), built
     return built

@@ -6,10 +6,11 @@ engine's thread calls once a step to hand its update over with one wake-up of th
 
 import asyncio
 import logging
+import os
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nanoserve.core.config import EngineArgs
@@ -88,12 +89,17 @@ class _Outbox:
 class EngineReplica:
     """Owns the engine, the map from request to door, and one outbox a door."""
 
-    def __init__(self, args: EngineArgs, make_engine: EngineFactory, door_grace_s: float = 5.0) -> None:
+    def __init__(
+        self, args: EngineArgs, make_engine: EngineFactory, num_siblings: int = 1, door_grace_s: float = 5.0
+    ) -> None:
+        """``num_siblings`` engines share this machine's cores, unless ``args`` sets the threads."""
         self._door_grace_s = door_grace_s
         self._owners: dict[str, str] = {}
         self._outboxes: dict[str, _Outbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
+        # Ray sets OMP_NUM_THREADS to the CPUs it reserved, which is one: the engine must be told.
+        args = replace(args, num_threads=args.num_threads or max(1, _num_cores() // num_siblings))
         self._engine, self._card = make_engine(args, self._on_step)
         logger.info("engine ready engine_id=%s info=%s", self._card.engine_id, self._card.info)
 
@@ -216,6 +222,10 @@ class EngineReplica:
             self._engine.abort(request_id)
             del self._owners[request_id]
         return len(request_ids)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]:
