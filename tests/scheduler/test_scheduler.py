@@ -410,7 +410,7 @@ def test_block_copies_adapters_and_grammars_go_with_the_next_plan() -> None:
     scheduler.copy_blocks([copy])
     assert scheduler.schedule().block_copies == (), "an empty step is not executed"
     scheduler.update(SchedulerOutput(step_id=1, scheduled=()), ModelRunnerOutput(step_id=1))
-    request = make_request("r", 3, adapter="french", grammar=Grammar("start: /a+/"))
+    request = make_request("r", 3, adapter="french", grammar=Grammar("start: /a+/", (0,)))
     scheduler.add(request)
     plan = scheduler.schedule()
     assert plan.block_copies == (copy,)

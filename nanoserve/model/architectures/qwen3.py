@@ -1,0 +1,99 @@
+"""Qwen3, dense (Qwen team 2025, "Qwen3 technical report"): pre-norm decoder, grouped queries, a norm on each head.
+
+A network here is built empty; :meth:`Qwen3ForCausalLM.slots` maps every checkpoint name to the memory it fills, and
+:meth:`Qwen3ForCausalLM.prepare` turns the loaded weights into their final form. Only then may it run.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanoserve.model.attention.base import AttentionBackend
+from nanoserve.model.config import ModelConfig
+from nanoserve.model.layers.attention import Attention
+from nanoserve.model.layers.embedding import Embedding
+from nanoserve.model.layers.linear import Linear
+from nanoserve.model.layers.mlp import GatedMLP
+from nanoserve.model.layers.norm import RMSNorm
+from nanoserve.model.layers.rotary import RotaryEmbedding
+from nanoserve.model.quant.base import LinearMethod
+
+
+class DecoderLayer:
+    """Attention, then the feed-forward layer, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, method: LinearMethod, backend: AttentionBackend
+    ) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, dtype)
+        self.self_attn = Attention(config, dtype=dtype, method=method, backend=backend)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, dtype=dtype, method=method)
+
+    def slots(self, prefix: str) -> dict[str, Tensor]:
+        return {
+            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
+            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+            **self.self_attn.slots(f"{prefix}self_attn."),
+            **self.mlp.slots(f"{prefix}mlp."),
+        }
+
+    def prepare(self) -> None:
+        self.self_attn.prepare()
+        self.mlp.prepare()
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv, metadata)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen3ForCausalLM:
+    """The network from token ids to logits. ``max_positions`` bounds the rotary tables."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        method: LinearMethod,
+        backend: AttentionBackend,
+        max_positions: int,
+    ) -> None:
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self._tied = config.tie_word_embeddings
+        self.embed_tokens = Embedding(vocab, hidden, dtype)
+        self.layers = [
+            DecoderLayer(config, dtype=dtype, method=method, backend=backend) for _ in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
+        if self._tied:
+            self.lm_head.share(self.embed_tokens.weight)
+        self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
+
+    def slots(self) -> dict[str, Tensor]:
+        """Checkpoint name -> memory to fill. With tied embeddings there is no ``lm_head.weight`` to load."""
+        slots = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.slots(f"model.layers.{index}.")
+        return slots if self._tied else slots | self.lm_head.slots("")
+
+    def prepare(self) -> None:
+        """Gives every loaded weight its final form, layer by layer, so that memory never holds two of all."""
+        for layer in self.layers:
+            layer.prepare()
+        self.lm_head.prepare()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
+        x = self.embed_tokens(token_ids)
+        cos, sin = self._rotary(positions)
+        for layer, kv in zip(self.layers, kv_layers, strict=True):
+            x = layer(x, cos, sin, kv, metadata)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] of :meth:`forward` -> [num_rows, vocab_size]."""
+        return self.lm_head(self.norm(hidden))

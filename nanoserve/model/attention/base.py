@@ -1,0 +1,80 @@
+"""What every attention backend offers, and the flat description of a step that it prepares itself from."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """All that a backend may judge by before anything is allocated."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """One step, flat: the tokens of all requests one after another, in plan order.
+
+    ``token_ids``, ``positions`` [num_tokens] feed the network. Request i computes ``query_lens[i]`` tokens and then
+    holds ``kv_lens[i]`` of them; its blocks are the first ceil(kv_len / block_size) entries of ``block_tables[i]``.
+    Token t stores its KV in block ``slot_blocks[t]`` at ``slot_offsets[t]``.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    query_lens: IntArray
+    kv_lens: IntArray
+    block_tables: IntArray
+
+
+class AttentionBackend(Protocol):
+    """Stores KV of new tokens in a paged pool and attends over it. One instance serves all layers.
+
+    ``kv`` of one layer has whatever shape the backend asked for; nobody else looks into it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Shape of the whole pool; the first axis is the block, so that a block of all layers is one copy."""
+        ...
+
+    def layer(self, pool: Tensor, index: int) -> Tensor:
+        """The view of ``pool`` that is layer ``index``'s ``kv``."""
+        ...
+
+    def prepare(self, batch: ForwardBatch) -> Any:
+        """Everything that all layers of a step share; handed back to :meth:`forward` as ``metadata``."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, metadata: Any) -> Tensor:
+        """Stores ``k``, ``v`` [num_tokens, num_kv_heads, head_dim], then attends causally over all KV of each request.
+
+        ``q`` [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim].
+        """
+        ...
+
+
+class AttentionBackendClass(Protocol):
+    """A backend before it is built."""
+
+    def __call__(self, spec: AttentionSpec) -> AttentionBackend: ...
+
+    def reject(self, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot serve ``spec`` here; None when it can."""
+        ...

@@ -1,0 +1,23 @@
+"""What the outer floors may know about a loaded model. Torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts about a loaded model, for logs, ``/health`` and metrics.
+
+    ``name`` is what the user asked for. ``vocab_size`` counts embedding rows. ``attention_rejected`` holds
+    (backend, reason) for each backend that was considered before ``attention_backend`` and refused.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    attention_backend: str
+    attention_rejected: tuple[tuple[str, str], ...] = ()

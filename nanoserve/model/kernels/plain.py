@@ -1,0 +1,30 @@
+"""The small fused operations between two matrix products, in torch alone: the meaning that any faster kernel must keep.
+
+All of them keep the dtype of their first argument and accumulate in float32 at least.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def qk_norm_rope(qk: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm over each head, then rotary embedding, of query and key heads together.
+
+    ``qk`` [num_tokens, num_heads + num_kv_heads, head_dim]; ``weight`` [num_heads + num_kv_heads, head_dim];
+    ``cos``/``sin`` [num_tokens, 1, head_dim // 2]. Rotates the halves against each other, as GPT-NeoX does.
+    """
+    normed = functional.rms_norm(qk, (qk.shape[-1],), None, eps) * weight
+    first, second = normed.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the merged projection [num_tokens, 2 * intermediate]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

@@ -1,0 +1,104 @@
+"""The KV pool: how large it may be, its memory, and copies of blocks inside it."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoserve.core.config import EngineArgs, parse_bytes
+from nanoserve.core.errors import ConfigError
+from nanoserve.core.plan import BlockCopy
+from nanoserve.model.attention.base import AttentionBackend
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_FRACTION = 0.4
+_DEFAULT_MAX_BYTES = 4 * 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class KVPool:
+    """The KV memory of all layers. Written by attention and by :meth:`copy`; which block is whose is not known here."""
+
+    def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int, dtype: torch.dtype) -> None:
+        shape = backend.kv_shape(num_layers=num_layers, num_blocks=num_blocks)
+        # Zeroed: padding reads blocks that nobody wrote, and a masked NaN is still a NaN.
+        self._pool = torch.zeros(shape, dtype=dtype)
+        self.layers: tuple[Tensor, ...] = tuple(backend.layer(self._pool, i) for i in range(num_layers))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks of all layers at once; no copy may read what another of the same call writes."""
+        if not copies:
+            return
+        assert all(copy.source == copy.target == "device" for copy in copies), "there is no host tier"
+        sources = torch.tensor([copy.source_block_id for copy in copies])
+        targets = torch.tensor([copy.target_block_id for copy in copies])
+        self._pool[targets] = self._pool[sources]
+
+
+def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) -> int:
+    """Blocks that the memory settings buy; never more than ``max_useful_blocks`` unless a size was asked for.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    if args.kv_cache_memory is not None:
+        budget = parse_bytes(args.kv_cache_memory)
+        num_blocks = budget // block_bytes
+    else:
+        budget = _default_budget(args.memory_fraction)
+        num_blocks = min(budget // block_bytes, max_useful_blocks)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"The KV cache needs at least {block_bytes} bytes for one block. Given: {budget}.", param="kv_cache_memory"
+        )
+    return num_blocks
+
+
+def _default_budget(fraction: float | None) -> int:
+    if fraction is None:
+        return min(int(available_memory() * _DEFAULT_FRACTION), _DEFAULT_MAX_BYTES)
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"`memory_fraction` must be in (0, 1]. Given: {fraction!r}.", param="memory_fraction")
+    return int(available_memory() * fraction)
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: what the machine has free, and what its control group leaves."""
+    return max(min(_machine_available(), *_cgroup_rooms()), 0)
+
+
+def _machine_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_rooms() -> list[int]:
+    """Limit minus use of the control group, for both versions; file pages that can be dropped do not count as use."""
+    rooms = [2**63]
+    for limit, usage, folder in (
+        ("memory.max", "memory.current", _CGROUP),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", _CGROUP / "memory"),
+    ):
+        try:
+            used = int((folder / usage).read_text()) - _inactive_file_bytes(folder)
+            rooms.append(int((folder / limit).read_text()) - used)
+        except (OSError, ValueError):  # no such version here, or the limit is the word "max"
+            continue
+    return rooms
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0

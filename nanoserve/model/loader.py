@@ -1,0 +1,158 @@
+"""Streams a safetensors checkpoint into memory that the network already allocated.
+
+Every name and shape is checked from the files' headers before the first weight is read, so a partly loaded model
+cannot exist: either all slots are filled, or a :class:`CheckpointError` names the file and the tensor.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanoserve.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that older transformers releases saved
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    handle: Any
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.handle.get_slice(name).get_shape())
+
+
+def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
+    """Fills ``slots`` (checkpoint name -> memory) from the safetensors files in ``folder``, converting dtypes.
+
+    A stored ``lm_head.weight`` without a slot means tied embeddings: it is left out, with a warning if it differs.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or a tensor is missing, unexpected or of a wrong shape.
+    """
+    with ExitStack() as stack:
+        stored = _open_all(folder, stack)
+        _check(stored, slots, folder)
+        for name, slot in slots.items():
+            slot.copy_(_read(stored[name], name))
+        if _LM_HEAD in stored and _LM_HEAD not in slots:
+            _warn_if_head_differs(stored, slots)
+
+
+def _open_all(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
+    """Tensor name -> where it lies, over all files of the checkpoint."""
+    index = folder / _INDEX_FILE
+    if not (folder / _SINGLE_FILE).is_file() and index.is_file():
+        return _open_indexed(folder, index, stack)
+    files = [folder / _SINGLE_FILE]
+    if not files[0].is_file():
+        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    if not files:
+        raise CheckpointError(f"{folder.name}: there is no .safetensors file in the model folder.")
+    stored: dict[str, _Stored] = {}
+    for file in files:
+        handle = _open(file, stack)
+        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            if name in stored:
+                raise CheckpointError(f"The tensor {name} lies in both {stored[name].file.name} and {file.name}.")
+            stored[name] = _Stored(file, handle)
+    return stored
+
+
+def _open_indexed(folder: Path, index: Path, stack: ExitStack) -> dict[str, _Stored]:
+    weight_map = _read_index(index)
+    handles = {name: _open(folder / name, stack) for name in sorted(set(weight_map.values()))}
+    names = {shard: set(handle.keys()) for shard, handle in handles.items()}
+    for tensor, shard in weight_map.items():
+        if tensor not in names[shard]:
+            raise CheckpointError(f"{index.name} says that {tensor} lies in {shard}, but it does not.")
+    for shard, held in names.items():
+        unlisted = sorted(held - weight_map.keys())
+        if unlisted:
+            raise CheckpointError(f"{shard} holds {unlisted[0]}, which {index.name} does not list.")
+    return {tensor: _Stored(folder / shard, handles[shard]) for tensor, shard in weight_map.items()}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index.name} is not a readable safetensors index.") from error
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise CheckpointError(f"{index.name} must map tensor names to file names beside it.")
+    return dict(weight_map)
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing from the model folder.")
+    _check_start(file)
+    try:
+        return stack.enter_context(safe_open(file, framework="pt"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file.name} is cut short or not a safetensors file: {error}") from error
+
+
+def _check_start(file: Path) -> None:
+    with file.open("rb") as stream:
+        start = stream.read(24)
+    if not start:
+        raise CheckpointError(f"{file.name} is empty.")
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`.")
+
+
+def _check(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor], folder: Path) -> None:
+    for name, slot in slots.items():
+        if name not in stored:
+            raise CheckpointError(_missing(name, stored, folder))
+        shape = stored[name].shape(name)
+        if shape != tuple(slot.shape):
+            raise CheckpointError(
+                f"{stored[name].file.name}: {name} has shape {list(shape)}; config.json asks for {list(slot.shape)}."
+            )
+    for name, place in stored.items():
+        if name not in slots and name != _LM_HEAD and not name.endswith(_IGNORED_SUFFIXES):
+            raise CheckpointError(f"{place.file.name}: the tensor {name} is not part of this architecture.")
+
+
+def _missing(name: str, stored: Mapping[str, _Stored], folder: Path) -> str:
+    files = ", ".join(sorted({place.file.name for place in stored.values()})) or folder.name
+    reason = " (config.json says that embeddings are not tied)" if name == _LM_HEAD else ""
+    return f"The tensor {name} is missing from {files}{reason}."
+
+
+def _read(place: _Stored, name: str) -> Tensor:
+    try:
+        tensor: Tensor = place.handle.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{place.file.name}: {name} cannot be read: {error}") from error
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{place.file.name}: {name} is stored as {tensor.dtype}, which is no floating type.")
+    return tensor
+
+
+def _warn_if_head_differs(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor]) -> None:
+    head = _read(stored[_LM_HEAD], _LM_HEAD).to(slots[_EMBEDDING].dtype)
+    if not torch.equal(head, slots[_EMBEDDING]):
+        logger.warning(
+            "config.json ties the embeddings, so the different lm_head.weight that is stored is not used file=%s",
+            stored[_LM_HEAD].file.name,
+        )

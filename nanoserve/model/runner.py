@@ -1,0 +1,192 @@
+"""Executes plans: mirrors the block tables, runs the network over the flat batch, samples, and reports tokens.
+
+The runner decides nothing about requests; it is the only writer of the KV pool, the block-table mirror and the sampling
+table. It satisfies the engine's ``Executor``.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.core.plan import (
+    AdmittedState,
+    ModelRunnerOutput,
+    SampledTokens,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from nanoserve.model.adjustments import SampleBatch
+from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
+from nanoserve.model.blocked_logits import BlockedLogits
+from nanoserve.model.grammar import GrammarTable
+from nanoserve.model.input_batch import InputBatch
+from nanoserve.model.kv_cache import KVPool
+from nanoserve.model.logprobs import score
+from nanoserve.model.sampler import Sampler, Samples
+from nanoserve.model.sampling_table import SamplingTable
+
+_SCORED_ROWS_AT_ONCE = 64  # prompt logprobs: 64 rows of 152k float32 logits are 39 MB
+
+
+class Network(Protocol):
+    """What the runner needs of an architecture."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class ModelRunner:
+    """Owns KV tensors and the mirror of the batch; called by one thread."""
+
+    def __init__(
+        self,
+        network: Network,
+        backend: AttentionBackend,
+        pool: KVPool,
+        *,
+        batch: InputBatch,
+        grammars: GrammarTable,
+        max_num_seqs: int,
+    ) -> None:
+        self._network = network
+        self._backend = backend
+        self._pool = pool
+        self._batch = batch
+        self._grammars = grammars
+        self._table = SamplingTable(max_num_seqs)
+        self._sampler = Sampler(self._table)
+        self._states: dict[str, AdmittedState] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step. Releases come first, then block copies, then admissions, then the computation."""
+        self._release(plan.released_request_ids)
+        self._pool.copy(plan.block_copies)
+        if not plan.scheduled:
+            return ModelRunnerOutput(step_id=plan.step_id)
+        self._admit(plan.scheduled)
+        rows = self._batch.rows(plan.scheduled)
+        batch = self._batch.build(plan.scheduled, rows)
+        self._confirm(plan.scheduled, rows)
+        hidden = self._forward(batch)
+        sampled = self._sample(plan.scheduled, rows, batch, hidden)
+        self._grammars.accept(sampled)
+        self._score_prompts(plan.scheduled, batch, hidden, sampled)
+        return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
+
+    def close(self) -> None:
+        """Forgets every request. Memory goes with the object."""
+        self._release(tuple(self._states))
+
+    def _release(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._batch.release(request_id)
+            self._grammars.release(request_id)
+            self._states.pop(request_id, None)
+
+    def _admit(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        for request in scheduled:
+            if request.admitted is not None:
+                row = self._batch.admit(request.request_id)
+                self._states[request.request_id] = request.admitted
+                self._table.admit(row, request.admitted)
+                self._grammars.admit(request.request_id, request.admitted)
+
+    def _confirm(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> None:
+        """Lets penalties count the tokens that this plan shows to be part of the request."""
+        for index in np.flatnonzero(self._table.is_adjusted[rows]).tolist():
+            request = scheduled[index]
+            num_drafts = max(request.num_samples - 1, 0)
+            self._table.confirm(int(rows[index]), request.token_ids, request.num_computed_tokens, num_drafts)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        metadata = self._backend.prepare(batch)
+        return self._network.forward(batch.token_ids, batch.positions, self._pool.layers, metadata)
+
+    def _sample(
+        self, scheduled: Sequence[ScheduledRequest], rows: IntArray, batch: ForwardBatch, hidden: Tensor
+    ) -> dict[str, SampledTokens]:
+        counts = np.fromiter((request.num_samples for request in scheduled), np.int64, len(scheduled))
+        total = int(counts.sum())
+        if not total:
+            return {}
+        starts = np.cumsum(counts) - counts
+        first = np.cumsum(batch.query_lens) - counts - starts
+        places = np.arange(total) + np.repeat(first, counts)
+        samples = self._sampler.sample(
+            self._network.logits(hidden[torch.from_numpy(places)]),
+            SampleBatch(
+                rows=np.repeat(rows, counts),
+                positions=batch.positions.numpy()[places] + 1,
+                drafts=_drafts(scheduled, starts) if total > len(scheduled) else {},
+                allowed=self._grammars.allowed(scheduled, starts.tolist()),
+            ),
+        )
+        return {
+            request.request_id: _accept(request, samples, int(start))
+            for request, start in zip(scheduled, starts, strict=True)
+            if request.num_samples
+        }
+
+    def _score_prompts(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden: Tensor,
+        sampled: dict[str, SampledTokens],
+    ) -> None:
+        """Adds prompt logprobs to ``sampled``: rows before the sampling ones score the token that follows theirs."""
+        end = 0
+        for request, query_len in zip(scheduled, batch.query_lens.tolist(), strict=True):
+            end += query_len
+            num_scored = request.num_logits - request.num_samples
+            if num_scored:
+                first = end - request.num_logits
+                entries = self._score(request, hidden[first : first + num_scored])
+                own = sampled.get(request.request_id, SampledTokens())
+                sampled[request.request_id] = SampledTokens(
+                    token_ids=own.token_ids, logprobs=own.logprobs, prompt_logprobs=entries
+                )
+
+    def _score(self, request: ScheduledRequest, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        state = self._states[request.request_id]
+        num_top = state.sampling.prompt_logprobs or 0
+        following = request.num_computed_tokens + len(request.token_ids) - request.num_logits + 1
+        targets = state.token_ids[following : following + len(hidden)]
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(hidden), _SCORED_ROWS_AT_ONCE):
+            part = hidden[start : start + _SCORED_ROWS_AT_ONCE]
+            wanted = targets[start : start + len(part)]
+            logits = BlockedLogits.widen(self._network.logits(part))
+            entries += score(logits, wanted, [num_top] * len(part))
+        return tuple(entries)
+
+
+def _drafts(scheduled: Sequence[ScheduledRequest], starts: IntArray) -> dict[int, Sequence[int]]:
+    """Sample index -> the drafts that a sample assumes to be accepted: those before it."""
+    drafts: dict[int, Sequence[int]] = {}
+    for request, start in zip(scheduled, starts.tolist(), strict=True):
+        if request.num_samples > 1:
+            proposed = request.token_ids[1 - request.num_samples :]
+            drafts |= {start + i: proposed[:i] for i in range(1, request.num_samples)}
+    return drafts
+
+
+def _accept(request: ScheduledRequest, samples: Samples, start: int) -> SampledTokens:
+    """Takes samples up to and including the first that differs from its draft: just what one by one would give."""
+    count = 1
+    drafts = request.token_ids[len(request.token_ids) - request.num_samples + 1 :]
+    for draft, token in zip(drafts, samples.token_ids[start:], strict=False):
+        if draft != token:
+            break
+        count += 1
+    taken = range(start, start + count)
+    logprobs = tuple(samples.logprobs[i] for i in taken) if start in samples.logprobs else ()
+    return SampledTokens(token_ids=tuple(samples.token_ids[start : start + count]), logprobs=logprobs)

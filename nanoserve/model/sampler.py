@@ -1,0 +1,59 @@
+"""Chooses tokens for a step: adjusts logits, draws, scores. **A token is a function of (logits row, seed, position).**
+
+Settings that are off cost nothing: rows are grouped by what they need, and a batch that is greedy throughout is one
+argmax.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.core.plan import TokenLogprobs
+from nanoserve.model.adjustments import SampleBatch, adjust
+from nanoserve.model.blocked_logits import BlockedLogits
+from nanoserve.model.choice import Settings, choose
+from nanoserve.model.logprobs import score
+from nanoserve.model.randomness import uniforms
+from nanoserve.model.sampling_table import OFF, SamplingTable
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Tokens of a batch, and the log probabilities of the entries that asked for them."""
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Sampler:
+    """Reads the sampling table, which the runner keeps."""
+
+    def __init__(self, table: SamplingTable) -> None:
+        self._table = table
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
+        """One token a row of ``logits`` [num_samples, vocab_size], any float dtype; float32 logits may be changed."""
+        table = self._table
+        wide = BlockedLogits.widen(logits)
+        num_logprobs = table.num_logprobs[batch.rows]
+        scored = np.flatnonzero(num_logprobs != OFF)
+        raw = wide[torch.from_numpy(scored)] if len(scored) else None
+        adjust(wide, table, batch)
+        tokens = choose(BlockedLogits(wide), self._settings(batch))
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw is not None:
+            entries = score(raw, tokens[scored].tolist(), num_logprobs[scored].tolist())
+            logprobs = dict(zip(scored.tolist(), entries, strict=True))
+        return Samples(tokens.tolist(), logprobs)
+
+    def _settings(self, batch: SampleBatch) -> Settings:
+        table, rows = self._table, batch.rows
+        return Settings(
+            temperature=table.temperature[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            log_min_p=table.log_min_p[rows],
+            uniform=uniforms(table.seed[rows], batch.positions),
+        )
