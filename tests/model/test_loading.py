@@ -26,7 +26,8 @@ PROMPT = random.Random(0).choices(range(SMALL_VOCAB), k=200)
 
 
 def load(folder: Path, **overrides: Any) -> LoadedModel:
-    return build(EngineArgs(**({"model": str(folder), "kv_cache_memory": "1MiB", "max_num_seqs": 4} | overrides)))
+    settings: dict[str, Any] = {"model": str(folder), "kv_cache_memory": "1MiB", "max_num_seqs": 4}
+    return build(EngineArgs(**(settings | overrides)))
 
 
 def answer(folder: Path, prompt: Sequence[int] = PROMPT) -> list[int]:

@@ -49,7 +49,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = checkpoints.save(model, tmp_path_factory.mktemp("sens"))
     rng = random.Random(0)
     shared = [rng.randrange(SMALL_VOCAB) for _ in range(48)]
-    prompts, outputs, logprobs = [], [], []
+    prompts: list[list[int]] = []
+    outputs: list[list[int]] = []
+    logprobs: list[list[float]] = []
     while len(prompts) < 12:
         prompt = [rng.randrange(SMALL_VOCAB) for _ in range(rng.choice([1, 2, 15, 16, 17, 31, 32, 33, 64, 120]))]
         prompt = shared + prompt if len(prompts) % 3 == 0 else prompt
@@ -74,7 +76,8 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], li
 
 
 def load(folder: Path, **overrides: Any) -> LoadedModel:
-    return build(EngineArgs(**({"model": str(folder), "kv_cache_memory": "2MiB", "max_num_seqs": 16} | overrides)))
+    settings: dict[str, Any] = {"model": str(folder), "kv_cache_memory": "2MiB", "max_num_seqs": 16}
+    return build(EngineArgs(**(settings | overrides)))
 
 
 def params(**overrides: Any) -> SamplingParams:

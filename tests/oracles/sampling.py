@@ -45,7 +45,8 @@ def distribution(row: Row, params: SamplingParams) -> Row:
             count += 1
         kept = kept[:count]
     result[kept] = weights[kept]
-    return result / result.sum()
+    result /= result.sum()
+    return result
 
 
 def pick(probabilities: Row, uniform: float) -> int:
