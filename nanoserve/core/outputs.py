@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from nanoserve.core.plan import TokenLogprobs
 
@@ -15,8 +16,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """News of one request: the tokens since the last output, never earlier ones.
 
     A stop or EOS token that ended the request is the last of ``new_token_ids`` and repeated as ``stop_token_id``.

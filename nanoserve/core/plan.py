@@ -1,7 +1,11 @@
-"""The plan of one step and its result: what crosses between the scheduler and whoever owns the tensors."""
+"""The plan of one step and its result: what crosses between the scheduler and whoever owns the tensors.
+
+Values of which there is one a request and step are NamedTuples: a frozen dataclass costs a microsecond to make.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanoserve.core.request import Grammar
 from nanoserve.core.sampling import SamplingParams
@@ -21,8 +25,7 @@ class AdmittedState:
     adapter: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's share of a step. One shape for new, continuing, resumed and speculating requests.
 
     ``token_ids`` are computed now, at positions ``num_computed_tokens ...``. ``new_block_ids`` are appended to the
@@ -79,8 +82,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """What one request got from a step.
 
     ``token_ids``: sampled now, several when drafts were accepted. ``logprobs``: one entry a token when asked for.

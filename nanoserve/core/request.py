@@ -7,14 +7,13 @@ from nanoserve.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that sampled tokens must follow, in the text form that the grammar library compiles.
+    """A grammar that all sampled tokens must follow, in the text form that llguidance compiles.
 
-    ``start_after_token_id``: the grammar binds from the token after the first sampled one with this id (``</think>``);
-    None binds from the first token.
+    ``eos_token_ids`` may follow once it is complete.
     """
 
     text: str
-    start_after_token_id: int | None = None
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class GenerateRequest:
     ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
-    request): they count as output for penalties and positions, not as prompt.
+    request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
     """
 
     request_id: str

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanoserve.core.errors import ConfigError
 from nanoserve.model.architectures import ARCHITECTURES
-from nanoserve.model.config import eos_token_ids, load_config, parse_config
+from nanoserve.model.config import load_config, parse_config
 from nanoserve.model.layers.rotary import RotaryEmbedding, inverse_frequencies
 from tests.checkpoints import sens_config
 
@@ -133,11 +133,3 @@ def test_an_unreadable_config_is_a_clear_error(tmp_path: Path, text: str | None)
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path, NAMES)
-
-
-def test_ends_of_text_come_from_the_generation_config_first(tmp_path: Path) -> None:
-    assert eos_token_ids(tmp_path) == ()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert eos_token_ids(tmp_path) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
-    assert eos_token_ids(tmp_path) == (8, 9)

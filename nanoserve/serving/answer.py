@@ -1,0 +1,127 @@
+"""Answers that end when their client leaves.
+
+A response here is a coroutine that writes. While it runs, the connection is watched: when the client goes, the
+coroutine is cancelled, and the ``finally`` blocks inside it give everything back. Watching costs nothing per token.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanoserve.core.errors import NanoserveError
+from nanoserve.protocol.errors import as_known, envelope
+from nanoserve.protocol.sse import PING, event
+
+logger = logging.getLogger(__name__)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def until_gone(
+    work: Awaitable[None], receive: Receive, *, idle_s: float, on_idle: Callable[[], Awaitable[None]]
+) -> None:
+    """Runs ``work``; cancels it when the client disconnects; calls ``on_idle`` every ``idle_s`` seconds until then."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        while not working.done() and not gone.done():
+            done, _ = await asyncio.wait((working, gone), timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await on_idle()
+        if working.done():
+            working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class JsonWriter:
+    """Sends one JSON body, once it is known."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def write(self, body: bytes) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+class EventWriter:
+    """Sends events. The status line leaves with the first one, so that a failure before it still has its own status."""
+
+    def __init__(self, send: Send, *, idle_s: float) -> None:
+        self._send = send
+        self._idle_s = idle_s
+        self._last_s = asyncio.get_running_loop().time()
+        self._clock = asyncio.get_running_loop().time
+        self.started = False
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        self._last_s = self._clock()
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def ping(self) -> None:
+        """A comment when nothing was sent for a while, so that no proxy or client gives up on a slow first token."""
+        if self._clock() - self._last_s >= self._idle_s:
+            await self.write(PING)
+
+
+class JsonAnswer(Response):
+    """A plain reply: ``produce`` makes the body; its errors become the response's status."""
+
+    def __init__(self, produce: Callable[[], Awaitable[bytes]]) -> None:
+        self._produce = produce
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work() -> None:
+            await JsonWriter(send).write(await self._produce())
+
+        await until_gone(work(), receive, idle_s=3600.0, on_idle=_nothing)
+
+
+class EventAnswer(Response):
+    """A stream of events: ``produce`` writes them.
+
+    A fault before the first event keeps its status; after it, it is an event, and the stream ends without ``[DONE]``.
+    """
+
+    def __init__(self, produce: Callable[[EventWriter], Awaitable[None]], *, idle_s: float) -> None:
+        self._produce = produce
+        self._idle_s = idle_s
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, idle_s=self._idle_s)
+        await until_gone(self._told(writer), receive, idle_s=self._idle_s / 4, on_idle=writer.ping)
+
+    async def _told(self, writer: EventWriter) -> None:
+        try:
+            await self._produce(writer)
+        except Exception as error:
+            if not writer.started:
+                raise
+            if not isinstance(error, NanoserveError):
+                logger.exception("internal fault in a stream")
+            await writer.write(event(envelope(as_known(error))), last=True)
+
+
+async def _nothing() -> None:
+    pass

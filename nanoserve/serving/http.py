@@ -1,0 +1,224 @@
+"""The HTTP app: every route, over a ``Door``. Knows OpenAI's protocol and no transport.
+
+What holds for all routes: errors are ``{"error": {...}}``; every reply carries ``x-request-id``; with API keys set,
+everything but ``OPEN_PATHS`` and OPTIONS asks for one; a trailing slash changes nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from nanoserve.core.errors import InvalidRequestError, ModelNotFoundError, NanoserveError, UnavailableError
+from nanoserve.protocol import responses
+from nanoserve.protocol.body import parse_body
+from nanoserve.protocol.errors import error_json
+from nanoserve.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    RequestBody,
+    TokenizeRequest,
+)
+from nanoserve.serving import chat_route, completions_route
+from nanoserve.serving.answer import EventAnswer, JsonAnswer
+from nanoserve.serving.body import read_body
+from nanoserve.serving.door import Door, Health, ServedModel
+from nanoserve.serving.front import ApiKeys, Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
+
+Body = TypeVar("Body", bound=RequestBody)
+Sampled = TypeVar("Sampled", bound=GenerationBody)
+Work = TypeVar("Work", chat_route.Chat, completions_route.Completion)
+Prepare = Callable[[Door, ServedModel, Sampled, str], Work]
+_HEALTH_TIMEOUT_S = 5.0
+_LARGE_BODY_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """What an operator may set about the front door.
+
+    ``cors_origins`` empty: no CORS headers, browsers of other origins are refused; ``("*",)``: all are let in.
+    ``ping_s``: after so much silence a stream sends a comment.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout_s: float = 60.0
+    ping_s: float = 10.0
+
+
+def build_app(door: Door, config: HttpConfig) -> FastAPI:
+    """The app. It keeps no state of its own: several may run beside each other on one door."""
+    app = FastAPI(
+        title="nanoserve",
+        openapi_url=None,
+        redirect_slashes=False,
+        middleware=_middleware(config),
+        exception_handlers={NanoserveError: on_nanoserve_error, HTTPException: on_http_exception},
+    )
+    routes = Routes(door, config)
+    for path, methods, handler in routes.table():
+        app.add_api_route(path, handler, methods=methods, response_model=None)
+    return app
+
+
+def _middleware(config: HttpConfig) -> list[Middleware]:
+    """Outermost first. CORS stands outside the key, so that a browser may read a 401."""
+    cors = Middleware(
+        Cors,
+        allow_origins=config.cors_origins,
+        allow_methods=["GET", "POST", "OPTIONS"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    doors = [Middleware(Faults), Middleware(ApiKeys, keys=config.api_keys)]
+    return [Middleware(RequestIds), *([cors] if config.cors_origins else []), *doors]
+
+
+class Routes:
+    """The handlers, and the table that says where each of them answers."""
+
+    def __init__(self, door: Door, config: HttpConfig) -> None:
+        self._door = door
+        self._config = config
+        self._version = _version()
+        self._fingerprint = f"nanoserve-{self._version}"
+
+    def table(self) -> list[tuple[str, list[str], Callable[..., Any]]]:
+        return [
+            ("/", ["GET", "HEAD"], self.index),
+            ("/health", ["GET", "HEAD"], self.health),
+            ("/ready", ["GET", "HEAD"], self.ready),
+            ("/metrics", ["GET"], self.metrics),
+            ("/v1/models", ["GET"], self.models),
+            ("/v1/models/{model_id:path}", ["GET"], self.one_model),
+            ("/v1/chat/completions", ["POST"], self.chat),
+            ("/v1/completions", ["POST"], self.completions),
+            ("/tokenize", ["POST"], self.tokenize),
+            ("/detokenize", ["POST"], self.detokenize),
+        ]
+
+    async def index(self) -> Response:
+        names = [model.name for model in self._door.models()]
+        return _json({"name": "nanoserve", "version": self._version, "models": names, "api": "/v1"})
+
+    async def health(self) -> Response:
+        """200 while an engine makes progress or is idle, else 503 with the reason."""
+        health = await self._health()
+        return _state(health, fine=health.healthy, word="healthy")
+
+    async def ready(self) -> Response:
+        """200 while new requests are taken: what a load balancer asks."""
+        health = await self._health()
+        return _state(health, fine=health.ready, word="ready")
+
+    async def _health(self) -> Health:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                return await self._door.health()
+        except TimeoutError:
+            reason = f"The engines did not say how they are within {_HEALTH_TIMEOUT_S:g} s."
+            return Health(healthy=False, ready=False, reason=reason)
+
+    async def metrics(self) -> Response:
+        return Response(await self._door.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self) -> Response:
+        return _json(responses.model_list([_card(model) for model in self._door.models()]))
+
+    async def one_model(self, model_id: str) -> Response:
+        return _json(_card(self._find(model_id)))
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._parse(request, ChatCompletionRequest)
+        work = await self._prepare(request, chat_route.prepare, body)
+        return self._answer(work, stream=bool(body.stream))
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._parse(request, CompletionRequest)
+        work = await self._prepare(request, completions_route.prepare, body)
+        return self._answer(work, stream=bool(body.stream))
+
+    def _answer(self, work: chat_route.Chat | completions_route.Completion, *, stream: bool) -> Response:
+        return EventAnswer(work.stream, idle_s=self._config.ping_s) if stream else JsonAnswer(work.reply)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._parse(request, TokenizeRequest)
+        model = self._find(body.model, required=False)
+        ids = await asyncio.to_thread(model.preprocessor.tokenize, body)
+        texts = (
+            [model.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+            if body.return_token_strs
+            else None
+        )
+        reply = {"count": len(ids), "max_model_len": model.limits.max_model_len, "tokens": ids, "token_strs": texts}
+        return _json(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._parse(request, DetokenizeRequest)
+        model = self._find(body.model, required=False)
+        return _json({"prompt": await asyncio.to_thread(model.preprocessor.detokenize, body)})
+
+    async def _parse(self, request: Request, body_type: type[Body]) -> Body:
+        raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
+        request.state.is_large = len(raw) > _LARGE_BODY_BYTES
+        return parse_body(raw, body_type)
+
+    async def _prepare(self, request: Request, prepare: Prepare[Sampled, Work], body: Sampled) -> Work:
+        """Template and tokenizer take milliseconds a page of text: a long one must not hold up the other streams."""
+        model = self._find(body.model)
+        if request.state.is_large:
+            return await asyncio.to_thread(prepare, self._door, model, body, self._fingerprint)
+        return prepare(self._door, model, body, self._fingerprint)
+
+    def _find(self, name: str | None, *, required: bool = True) -> ServedModel:
+        """The model of this name; the only one when the route does not need a name."""
+        models = self._door.models()
+        if not models:
+            raise UnavailableError("No model is loaded yet.", code="no_model")
+        if name is None and (required or len(models) > 1):
+            raise InvalidRequestError(f"`model` is required. Served here: {_names(models)}.", param="model")
+        found = [model for model in models if name is None or model.name == name]
+        if not found:
+            message = f"The model {(name or '')[:200]!r} is not served here. Served: {_names(models)}."
+            raise ModelNotFoundError(message, param="model", code="model_not_found")
+        return found[0]
+
+
+def _names(models: Sequence[ServedModel]) -> str:
+    return ", ".join(model.name for model in models)[:1000]
+
+
+def _card(model: ServedModel) -> responses.Json:
+    return responses.model_object(model.name, model.created, model.limits.max_model_len)
+
+
+def _state(health: Health, *, fine: bool, word: str) -> Response:
+    """The details beside the verdict, which is an error object when it is bad."""
+    if fine:
+        return _json({"status": word} | dict(health.details))
+    reason = health.reason or f"The service is not {word}."
+    error = orjson.loads(error_json(reason, "service_unavailable_error", code=f"not_{word}"))
+    body = orjson.dumps(error | {"status": f"not {word}"} | dict(health.details))
+    return Response(body, 503, {"retry-after": "1"}, "application/json")
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _version() -> str:
+    try:
+        return version("nanoserve")
+    except PackageNotFoundError:
+        return "source"

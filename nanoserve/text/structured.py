@@ -1,0 +1,75 @@
+"""What a request says about the form of its answer: response_format, structured_outputs and vLLM's guided_* fields."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nanoserve.core.errors import InvalidRequestError
+from nanoserve.core.sampling import StructuredOutputs
+from nanoserve.protocol.openai import GenerationBody
+
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def answer_form(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
+    """(the form, the request field that asked for it), None for free text.
+
+    Raises:
+        InvalidRequestError: the form is unknown or incomplete, or there are several.
+    """
+    forms = [form for form in (_response_format(body), _structured_outputs(body), _guided(body)) if form is not None]
+    if len(forms) > 1:
+        fields = " and ".join(f"`{param}`" for _, param in forms)
+        raise InvalidRequestError(f"An answer can have one form only. Given: {fields}.", param=forms[1][1])
+    return forms[0] if forms else None
+
+
+def _response_format(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
+    param, value = "response_format", body.response_format
+    kind = None if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True), param
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"`{param}.type` must be text, json_object or json_schema. Given: {kind!r:.100}.", param=param
+        )
+    wrapper = value.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError(f"`{param}.json_schema.schema` must be a JSON schema.", param=param)
+    return StructuredOutputs(json=json.dumps(schema)), param
+
+
+def _structured_outputs(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
+    if body.structured_outputs is None:
+        return None
+    return _spec(body.structured_outputs, "structured_outputs"), "structured_outputs"
+
+
+def _guided(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
+    given = {name: value for name in _GUIDED if (value := getattr(body, f"guided_{name}")) is not None}
+    if not given:
+        return None
+    param = f"guided_{next(iter(given))}"
+    return _spec(given, param), param
+
+
+def _spec(fields: Mapping[str, Any], param: str) -> StructuredOutputs:
+    schema, choice = fields.get("json"), fields.get("choice")
+    regex, grammar = fields.get("regex"), fields.get("grammar")
+    if schema is not None and not isinstance(schema, str):
+        schema = json.dumps(schema)
+    if choice is not None and not (isinstance(choice, list) and all(isinstance(item, str) for item in choice)):
+        raise InvalidRequestError(f"`{param}`: choice must be a list of strings. Given: {choice!r:.100}.", param=param)
+    for name, value in (("regex", regex), ("grammar", grammar)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequestError(f"`{param}`: {name} must be a string. Given: {value!r:.100}.", param=param)
+    return StructuredOutputs(
+        json=schema,
+        regex=regex,
+        choice=None if choice is None else tuple(choice),
+        grammar=grammar,
+        json_object=bool(fields.get("json_object")),
+    )
