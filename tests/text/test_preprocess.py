@@ -366,9 +366,13 @@ def test_offline_callers_meet_the_same_limits(preprocessor: Preprocessor) -> Non
 def test_around_a_tokenized_text_nothing_is_put_unless_wanted(
     preprocessor: Preprocessor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    plain = tokenizer.encode("a", allow_special=True)
-    monkeypatch.setattr(tokenizer, "encode", lambda _, **fields: asked.append(fields["add_special_tokens"]) or plain)
+    asked: list[bool] = []
+
+    def encode(_: str, *, allow_special: bool, add_special_tokens: bool) -> list[int]:
+        asked.append(allow_special and add_special_tokens)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
     for field in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
         preprocessor.tokenize(TokenizeRequest.model_validate({"prompt": "a"} | field))
     assert asked == [True, True, False]
