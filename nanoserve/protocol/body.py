@@ -18,7 +18,7 @@ _UNION_TAGS = ("str", "int", "float", "bool")
 _TOO_DEEP = f"The body is nested too deeply: at most {MAX_DEPTH} levels are read."
 
 
-def parse_body(raw: bytes, model: type[Model]) -> Model:
+def parse_json(model: type[Model], raw: bytes) -> Model:
     """The body as ``model``; fields that the model does not know are its business.
 
     Raises:
@@ -26,10 +26,15 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
             field where one is to blame.
     """
     body = _load(raw)
-    if not isinstance(body, dict):
-        raise InvalidRequestError("The body must be a JSON object.")
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth_exceeds(body, MAX_DEPTH):
         raise InvalidRequestError(_TOO_DEEP)
+    return parse_body(model, body)
+
+
+def parse_body(model: type[Model], body: object) -> Model:
+    """The same for a body that is decoded already."""
+    if not isinstance(body, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.protocol.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, parse_body
+from nanoserve.protocol.body import parse_body
+from nanoserve.protocol.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -7,12 +7,12 @@ import pytest
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.request import GenerateRequest
+from nanoserve.protocol.body import parse_body
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse_body,
 )
 from nanoserve.text.defaults import GenerationDefaults
 from nanoserve.text.policy import Thinking
