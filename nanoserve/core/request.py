@@ -7,14 +7,13 @@ from nanoserve.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that sampled tokens must follow, in the text form that the grammar library compiles.
+    """A grammar that all sampled tokens must follow, in the text form that llguidance compiles.
 
-    ``start_after_token_id``: the grammar binds from the token after the first sampled one with this id (``</think>``);
-    None binds from the first token.
+    ``eos_token_ids`` may follow once it is complete.
     """
 
     text: str
-    start_after_token_id: int | None = None
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from nanoserve.core.errors import ConfigError
 from nanoserve.model.architectures import ARCHITECTURES, network_class
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
-from nanoserve.model.config import ModelConfig, eos_token_ids, load_config
+from nanoserve.model.config import ModelConfig, load_config
 from nanoserve.model.folder import resolve_model
-from nanoserve.model.grammar import GrammarTokenizer
+from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool, count_blocks
@@ -79,7 +79,7 @@ def build(args: EngineArgs) -> LoadedModel:
             max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
             block_size=args.block_size,
         ),
-        grammars=GrammarTokenizer(folder, config.vocab_size, eos_token_ids(folder)),
+        grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
         max_num_seqs=args.max_num_seqs,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)

@@ -70,19 +70,6 @@ def load_config(folder: Path, architectures: tuple[str, ...]) -> ModelConfig:
     return parse_config(raw, architectures)
 
 
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json's list where there is one, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if given is not None:
-            ids = given if isinstance(given, list) else [given]
-            return tuple(token_id for token_id in ids if isinstance(token_id, int))
-    return ()
-
-
 def parse_config(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> ModelConfig:
     """The checked value of a parsed ``config.json``; see :func:`load_config`."""
     architecture = _architecture(raw, architectures)

@@ -1,66 +1,142 @@
-"""Grammars beside the sampler: which tokens may come next, one packed bit mask row a request.
+"""Grammars beside the sampler: which tokens may come next, one packed bit mask row for each sample.
 
 A matcher is rebuilt from the tokens sampled so far whenever a request is admitted, so preemption and failover need no
 state of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from torch import Tensor
 
 from nanoserve.core.errors import ConfigError
+from nanoserve.core.plan import AdmittedState, SampledTokens, ScheduledRequest
 from nanoserve.core.request import Grammar
 
 
 class GrammarTokenizer:
     """The vocabulary as the grammar library sees it; read from ``tokenizer.json`` on first use (about one second).
 
-    ``vocab_size`` counts the rows of the logits; ``eos_token_ids`` may follow once a grammar is complete.
+    ``vocab_size`` counts the rows of the logits.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
         self._path = folder / "tokenizer.json"
         self.vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._tokenizer: LLTokenizer | None = None
+        self._loaded: dict[tuple[int, ...], Any] = {}
 
-    def matcher(self, grammar: Grammar, output_token_ids: Sequence[int]) -> "GrammarMatcher":
+    def matcher(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> "GrammarMatcher":
         """A matcher of ``grammar`` that has already seen ``output_token_ids``."""
-        if self._tokenizer is None:
-            if not self._path.is_file():
-                raise ConfigError(f"Structured outputs need {self._path.name}, which this checkpoint does not have.")
-            text = self._path.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids)
-        matcher = GrammarMatcher(LLMatcher(self._tokenizer, grammar.text, log_level=0), grammar.start_after_token_id)
+        from llguidance import LLMatcher
+
+        matcher = GrammarMatcher(LLMatcher(self._tokenizer(grammar.eos_token_ids), grammar.text, log_level=0))
         matcher.accept(output_token_ids)
         return matcher
 
+    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> Any:
+        from llguidance import LLTokenizer
+
+        if eos_token_ids not in self._loaded:
+            if not self._path.is_file():
+                raise ConfigError(f"Structured outputs need {self._path.name}, which this checkpoint does not have.")
+            text = self._path.read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
+            self._loaded[eos_token_ids] = tokenizer
+        return self._loaded[eos_token_ids]
+
 
 class GrammarMatcher:
-    """Where one request stands in its grammar. The runner owns it: ``fill`` before sampling, ``accept`` after."""
+    """Where one request stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, start_after_token_id: int | None) -> None:
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._waits_for = start_after_token_id
         if matcher.is_error():  # checked at the door with the same library, so only a bug gets here
             raise RuntimeError(f"grammar does not compile: {matcher.get_error()}")
 
-    @property
-    def binds(self) -> bool:
-        """Whether the next token is constrained: the grammar has begun, and has not been left by an unruly token."""
-        return self._waits_for is None and not self._matcher.is_error()
+    def fill(self, row: Tensor) -> bool:
+        """Write the allowed tokens as bits, lowest first, into ``row`` (int32 ``[ceil(vocab_size / 32)]``).
 
-    def fill(self, row: torch.Tensor) -> None:
-        """Write the allowed tokens as bits, lowest first, into ``row`` (int32 ``[ceil(vocab_size / 32)]``)."""
+        False: nothing is written and everything is allowed, since the grammar was left (a forced token broke it, or it
+        grew beyond the library's limits).
+        """
+        if self._matcher.is_error():
+            return False
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        return not self._matcher.is_error()
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Move on by sampled tokens. After the end of the grammar further tokens are ignored."""
+        """Move on by sampled tokens. What follows the grammar's end is ignored."""
         for token_id in token_ids:
-            if self._waits_for is not None:
-                if token_id == self._waits_for:
-                    self._waits_for = None
-            elif not self._matcher.is_stopped():
-                self._matcher.consume_token(token_id)
+            if self._matcher.is_stopped():
+                return
+            self._matcher.consume_token(token_id)
+
+    def try_accept(self, token_id: int) -> bool:
+        """Move on by a proposed token if the grammar takes it."""
+        return bool(self._matcher.try_consume_tokens([token_id]))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+
+class GrammarTable:
+    """The matchers of the requests that an executor holds; most requests have none and cost nothing."""
+
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._matchers: dict[str, GrammarMatcher] = {}
+
+    def admit(self, request_id: str, state: AdmittedState) -> None:
+        if state.grammar is not None:
+            output = state.token_ids[state.num_prompt_tokens :]
+            self._matchers[request_id] = self._tokenizer.matcher(state.grammar, output)
+
+    def release(self, request_id: str) -> None:
+        self._matchers.pop(request_id, None)
+
+    def allowed(
+        self, scheduled: Sequence[ScheduledRequest], starts: Sequence[int]
+    ) -> tuple[NDArray[np.int64], Tensor] | None:
+        """(sample indices, their bit masks [n, ceil(vocab_size / 32)] int32) of the constrained samples of a step.
+
+        ``starts[i]`` is the index of the first sample of ``scheduled[i]``. A sample after k drafts is masked as if
+        these were accepted; samples after a draft that the grammar refuses can never count and stay unmasked.
+        """
+        if not self._matchers:
+            return None
+        entries: list[int] = []
+        rows: list[Tensor] = []
+        for request, start in zip(scheduled, starts, strict=True):
+            matcher = self._matchers.get(request.request_id)
+            if matcher is not None and request.num_samples:
+                masks = self._masks(matcher, request)
+                entries += range(start, start + len(masks))
+                rows += masks
+        return (np.array(entries, dtype=np.int64), torch.stack(rows)) if rows else None
+
+    def _masks(self, matcher: GrammarMatcher, request: ScheduledRequest) -> list[Tensor]:
+        drafts = request.token_ids[len(request.token_ids) - request.num_samples + 1 :]
+        masks: list[Tensor] = []
+        num_taken = 0
+        for draft in (*drafts, None):
+            row = torch.empty(-(-self._tokenizer.vocab_size // 32), dtype=torch.int32)
+            if not matcher.fill(row):
+                break
+            masks.append(row)
+            if draft is None or not matcher.try_accept(draft):
+                break
+            num_taken += 1
+        matcher.rollback(num_taken)
+        return masks
+
+    def accept(self, sampled: Mapping[str, SampledTokens]) -> None:
+        """Move the matchers on by the tokens of a step."""
+        for request_id, matcher in self._matchers.items():
+            if request_id in sampled:
+                matcher.accept(sampled[request_id].token_ids)

@@ -22,7 +22,7 @@ from nanoserve.core.plan import (
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
 from nanoserve.model.blocked_logits import BlockedLogits
-from nanoserve.model.grammar import GrammarMatcher, GrammarTokenizer
+from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.logprobs import score
@@ -52,18 +52,17 @@ class ModelRunner:
         pool: KVPool,
         *,
         batch: InputBatch,
-        grammars: GrammarTokenizer,
+        grammars: GrammarTable,
         max_num_seqs: int,
     ) -> None:
         self._network = network
         self._backend = backend
         self._pool = pool
         self._batch = batch
+        self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table)
-        self._grammars = grammars
         self._states: dict[str, AdmittedState] = {}
-        self._matchers: dict[str, GrammarMatcher] = {}
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -78,6 +77,7 @@ class ModelRunner:
         self._confirm(plan.scheduled, rows)
         hidden = self._forward(batch)
         sampled = self._sample(plan.scheduled, rows, batch, hidden)
+        self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
@@ -88,21 +88,16 @@ class ModelRunner:
     def _release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._batch.release(request_id)
+            self._grammars.release(request_id)
             self._states.pop(request_id, None)
-            self._matchers.pop(request_id, None)
 
     def _admit(self, scheduled: Sequence[ScheduledRequest]) -> None:
         for request in scheduled:
             if request.admitted is not None:
-                self._admit_one(request.request_id, request.admitted)
-
-    def _admit_one(self, request_id: str, state: AdmittedState) -> None:
-        row = self._batch.admit(request_id)
-        self._states[request_id] = state
-        self._table.admit(row, state)
-        if state.grammar is not None:
-            output = state.token_ids[state.num_prompt_tokens :]
-            self._matchers[request_id] = self._grammars.matcher(state.grammar, output)
+                row = self._batch.admit(request.request_id)
+                self._states[request.request_id] = request.admitted
+                self._table.admit(row, request.admitted)
+                self._grammars.admit(request.request_id, request.admitted)
 
     def _confirm(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> None:
         """Lets penalties count the tokens that this plan shows to be part of the request."""
@@ -131,31 +126,14 @@ class ModelRunner:
                 rows=np.repeat(rows, counts),
                 positions=batch.positions.numpy()[places] + 1,
                 drafts=_drafts(scheduled, starts) if total > len(scheduled) else {},
-                allowed=self._allowed(scheduled, starts) if self._matchers else None,
+                allowed=self._grammars.allowed(scheduled, starts.tolist()),
             ),
         )
-        sampled = {
+        return {
             request.request_id: _accept(request, samples, int(start))
             for request, start in zip(scheduled, starts, strict=True)
             if request.num_samples
         }
-        for request_id in self._matchers.keys() & sampled.keys():
-            self._matchers[request_id].accept(sampled[request_id].token_ids)
-        return sampled
-
-    def _allowed(self, scheduled: Sequence[ScheduledRequest], starts: IntArray) -> tuple[IntArray, Tensor] | None:
-        """The samples that a grammar binds now, and the bitmasks of what it allows them."""
-        entries: list[int] = []
-        masks: list[Tensor] = []
-        for request, start in zip(scheduled, starts.tolist(), strict=True):
-            matcher = self._matchers.get(request.request_id)
-            if matcher is not None and request.num_samples and matcher.binds:
-                assert request.num_samples == 1, "drafts under a grammar are not built"
-                mask = torch.zeros(-(-self._grammars.vocab_size // 32), dtype=torch.int32)
-                matcher.fill(mask)
-                entries.append(start)
-                masks.append(mask)
-        return (np.array(entries), torch.stack(masks)) if entries else None
 
     def _score_prompts(
         self,

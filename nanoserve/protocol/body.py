@@ -22,7 +22,7 @@ _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _TOO_DEEP = f"The body is nested too deeply: at most {MAX_DEPTH} levels are read."
 
 
-def parse_json(model: type[Model], raw: bytes) -> Model:
+def parse_body(raw: bytes, model: type[Model]) -> Model:
     """The body as ``model``; fields that the model does not know are its business.
 
     Raises:
@@ -30,15 +30,10 @@ def parse_json(model: type[Model], raw: bytes) -> Model:
             field where one is to blame.
     """
     body = _load(raw)
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(raw):
-        raise InvalidRequestError(_TOO_DEEP)
-    return parse_body(model, body)
-
-
-def parse_body(model: type[Model], body: object) -> Model:
-    """The same for a body that is decoded already."""
     if not isinstance(body, dict):
         raise InvalidRequestError("The body must be a JSON object.")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(raw):
+        raise InvalidRequestError(_TOO_DEEP)
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from nanoserve.core.errors import InvalidRequestError, ModelNotFoundError, NanoserveError, UnavailableError
 from nanoserve.protocol import responses
-from nanoserve.protocol.body import parse_json
+from nanoserve.protocol.body import parse_body
 from nanoserve.protocol.errors import error_json
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
@@ -172,7 +172,7 @@ class Routes:
     async def _parse(self, request: Request, body_type: type[Body]) -> Body:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
-        return await self._beside_loop(request, parse_json, body_type, raw)
+        return await self._beside_loop(request, parse_body, raw, body_type)
 
     async def _prepare(self, request: Request, prepare: Prepare[Sampled, Work], body: Sampled) -> Work:
         return await self._beside_loop(request, prepare, self._door, self._find(body.model), body, self._fingerprint)

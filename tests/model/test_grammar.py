@@ -8,17 +8,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nanoserve.core.plan import AdmittedState, SampledTokens, ScheduledRequest
 from nanoserve.core.request import Grammar
-from nanoserve.core.sampling import StructuredOutputs
-from nanoserve.model.grammar import GrammarMatcher, GrammarTokenizer
+from nanoserve.core.sampling import SamplingParams, StructuredOutputs
+from nanoserve.model.grammar import GrammarMatcher, GrammarTable, GrammarTokenizer
 from nanoserve.text.grammar import grammar_text, tool_call_grammar
 
-EOS, THINK_END, VOCAB = 256, 257, 300
+EOS, VOCAB = 256, 300
 
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarTokenizer:
-    """One token a byte, an end token, ``</think>``, and padding rows up to 300."""
+    """One token a byte, an end token, and padding rows up to 300."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -27,15 +28,18 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_end|>"])
-    tokenizer.add_tokens(["</think>"])
     folder: Path = tmp_path_factory.mktemp("bytes")
     tokenizer.save(str(folder / "tokenizer.json"))
-    return GrammarTokenizer(folder, VOCAB, [EOS])
+    return GrammarTokenizer(folder, VOCAB)
 
 
 def allowed(matcher: GrammarMatcher) -> list[int]:
     row = torch.zeros((VOCAB + 31) // 32, dtype=torch.int32)
-    matcher.fill(row)
+    assert matcher.fill(row)
+    return bits(row)
+
+
+def bits(row: torch.Tensor) -> list[int]:
     return [t for t in range(VOCAB) if int(row[t // 32]) >> (t % 32) & 1]
 
 
@@ -65,7 +69,9 @@ def test_free_choice_within_a_schema_gives_a_valid_document(vocabulary: GrammarT
         "required": ["n", "s"],
         "additionalProperties": False,
     }
-    text, ended = random_text(vocabulary, Grammar(grammar_text(StructuredOutputs(json=json.dumps(schema)))), seed)
+    text, ended = random_text(
+        vocabulary, Grammar(grammar_text(StructuredOutputs(json=json.dumps(schema))), (EOS,)), seed
+    )
     if ended:
         value = json.loads(text)
         assert set(value) == {"n", "s"}
@@ -74,7 +80,7 @@ def test_free_choice_within_a_schema_gives_a_valid_document(vocabulary: GrammarT
 
 
 def test_most_free_choices_end(vocabulary: GrammarTokenizer) -> None:
-    grammar = Grammar(grammar_text(StructuredOutputs(choice=("yes", "no", "maybe"))))
+    grammar = Grammar(grammar_text(StructuredOutputs(choice=("yes", "no", "maybe"))), (EOS,))
     texts = {random_text(vocabulary, grammar, seed) for seed in range(40)}
     assert texts == {("yes", True), ("no", True), ("maybe", True)}
 
@@ -84,19 +90,37 @@ def test_a_tool_call_is_forced(vocabulary: GrammarTokenizer) -> None:
     tools: list[dict[str, object]] = [{"name": "ping"}, {"name": "add", "parameters": parameters}]
     names = set()
     for seed in range(20):
-        text, ended = random_text(vocabulary, Grammar(tool_call_grammar(tools)), seed)
+        text, ended = random_text(vocabulary, Grammar(tool_call_grammar(tools), (EOS,)), seed)
         if ended:
             call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
             names.add(call["name"])
     assert names == {"ping", "add"}
 
 
-def test_the_grammar_may_begin_after_the_thinking(vocabulary: GrammarTokenizer) -> None:
-    grammar = Grammar(grammar_text(StructuredOutputs(regex="ok")), start_after_token_id=THINK_END)
-    matcher = vocabulary.matcher(grammar, [ord("h"), ord("m")])
-    assert not matcher.binds
-    matcher.accept([THINK_END])
-    assert matcher.binds
-    assert allowed(matcher) == [ord("o")]
-    matcher.accept(b"ok")
-    assert allowed(matcher) == [EOS]
+def test_samples_after_drafts_are_masked_as_if_the_drafts_were_accepted(vocabulary: GrammarTokenizer) -> None:
+    table = GrammarTable(vocabulary)
+    grammar = Grammar(grammar_text(StructuredOutputs(regex="abcd")), (EOS,))
+    state = AdmittedState(token_ids=(1, 2, ord("a")), num_prompt_tokens=2, sampling=SamplingParams(), grammar=grammar)
+    table.admit("r", state)
+    drafted = ScheduledRequest(
+        request_id="r", token_ids=(ord("a"), ord("b"), ord("x"), ord("d")), num_computed_tokens=2, num_samples=4
+    )
+    for _ in range(2):  # asking changes nothing
+        allowed_now = table.allowed([drafted], [5])
+        assert allowed_now is not None
+        entries, masks = allowed_now
+        assert entries.tolist() == [5, 6]
+        assert [bits(mask) for mask in masks] == [[ord("b")], [ord("c")]]
+    table.accept({"r": SampledTokens(token_ids=tuple(b"bc"))})
+    one = ScheduledRequest(request_id="r", token_ids=(ord("c"),), num_computed_tokens=5, num_samples=1)
+    last = table.allowed([one], [0])
+    assert last is not None
+    assert [bits(mask) for mask in last[1]] == [[ord("d")]]
+    table.release("r")
+    assert table.allowed([one], [0]) is None
+
+
+def test_a_token_that_breaks_the_grammar_sets_the_request_free(vocabulary: GrammarTokenizer) -> None:
+    matcher = vocabulary.matcher(Grammar(grammar_text(StructuredOutputs(regex="ok")), (EOS,)))
+    matcher.accept(b"x")
+    assert not matcher.fill(torch.zeros((VOCAB + 31) // 32, dtype=torch.int32))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.protocol.body import MAX_DEPTH, parse_json
+from nanoserve.protocol.body import MAX_DEPTH, parse_body
 from nanoserve.protocol.openai import ChatCompletionRequest, CompletionRequest
 
 CHAT = '{"model": "m", "messages": [{"role": "user", "content": "x"}], %s}'
@@ -15,18 +15,18 @@ CHAT = '{"model": "m", "messages": [{"role": "user", "content": "x"}], %s}'
 
 def refused(raw: bytes) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_json(ChatCompletionRequest, raw)
+        parse_body(raw, ChatCompletionRequest)
     return caught.value
 
 
 def test_a_good_body_is_read_and_unknown_fields_are_ignored() -> None:
-    body = parse_json(ChatCompletionRequest, (CHAT % '"temperature": 1, "some_future_field": {"x": 1}').encode())
+    body = parse_body((CHAT % '"temperature": 1, "some_future_field": {"x": 1}').encode(), ChatCompletionRequest)
     assert body.model == "m"
     assert body.temperature == 1.0
 
 
 def test_the_last_of_two_equal_keys_counts() -> None:
-    assert parse_json(ChatCompletionRequest, (CHAT % '"seed": 1, "seed": 2').encode()).seed == 2
+    assert parse_body((CHAT % '"seed": 1, "seed": 2').encode(), ChatCompletionRequest).seed == 2
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_lone_surrogate_names_its_field_and_a_pair_is_text() -> None:
     error = refused(rb'{"model": "m", "messages": [{"role": "user", "content": "bad \ud83d end"}]}')
     assert error.param == "messages"
     assert "lone surrogate" in error.message
-    body = parse_json(CompletionRequest, rb'{"model": "m", "prompt": "good \ud83e\uddf5"}')
+    body = parse_body(rb'{"model": "m", "prompt": "good \ud83e\uddf5"}', CompletionRequest)
     assert body.prompt == "good \U0001f9f5"
 
 
@@ -71,15 +71,15 @@ def test_depth_is_bounded_before_anything_recurses() -> None:
     def nested(depth: int) -> bytes:
         return (CHAT % ('"metadata": ' + '{"a":' * depth + "1" + "}" * depth)).encode()
 
-    assert parse_json(ChatCompletionRequest, nested(MAX_DEPTH - 1)).model == "m"
+    assert parse_body(nested(MAX_DEPTH - 1), ChatCompletionRequest).model == "m"
     assert "nested too deeply" in refused(nested(MAX_DEPTH)).message
 
 
 def test_brackets_in_strings_are_no_depth() -> None:
     text = json.dumps("[{" * 500 + '\\"' + "]" * 7)
-    assert parse_json(ChatCompletionRequest, (CHAT % f'"user": {text}').encode()).user.startswith("[{[{")
+    assert parse_body((CHAT % f'"user": {text}').encode(), ChatCompletionRequest).user.startswith("[{[{")
     wide = json.dumps([[]] * 500)
-    assert len(parse_json(ChatCompletionRequest, (CHAT % f'"user": {wide}').encode()).user) == 500
+    assert len(parse_body((CHAT % f'"user": {wide}').encode(), ChatCompletionRequest).user) == 500
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_a_message_never_repeats_a_large_value() -> None:
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]":,\\u0d8-eNa1', max_size=60).map(str.encode))
 def test_no_bytes_raise_anything_but_a_refusal(raw: bytes) -> None:
     try:
-        parse_json(CompletionRequest, raw)
+        parse_body(raw, CompletionRequest)
     except InvalidRequestError as error:
         assert error.message  # noqa: PT017 (both outcomes are right; only another error would be wrong)

@@ -1,0 +1,138 @@
+"""Someone to talk to: a model in this process, or a service over HTTP. Both stream (reasoning, content) pieces."""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nanoserve.core.config import EngineArgs
+from nanoserve.core.errors import EngineDeadError, InvalidRequestError, NanoserveError, UnavailableError
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next few characters of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class Talker(Protocol):
+    def stream(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[Piece]:
+        """The answer as it comes; closing the iterator stops it. ``settings``: more fields of OpenAI's chat request."""
+
+
+class LocalTalker:
+    """A model in this process: no Ray, no HTTP. Owns the engine."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        """
+        Raises:
+            ConfigError, CheckpointError: the model cannot be loaded with these settings.
+        """
+        from nanoserve.engine.core import EngineCore
+        from nanoserve.model.build import build
+        from nanoserve.model.folder import resolve_model
+        from nanoserve.text.defaults import GenerationDefaults
+        from nanoserve.text.preprocess import ModelLimits, Preprocessor
+        from nanoserve.text.tokenizer import Tokenizer
+
+        loaded, folder = build(args), resolve_model(args.model)
+        counts = loaded.scheduler
+        limits = ModelLimits(
+            max_model_len=counts.max_model_len,
+            vocab_size=loaded.info.vocab_size,
+            max_kv_tokens=counts.num_blocks * counts.block_size,
+        )
+        self._core = EngineCore(loaded.runner, counts, cache_salt=args.model)
+        self._tokenizer = Tokenizer.load(folder)
+        defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
+        self._preprocessor = Preprocessor(self._tokenizer, limits, defaults)
+        self._model = args.model
+
+    def stream(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[Piece]:
+        from nanoserve.protocol.openai import ChatCompletionRequest
+        from nanoserve.text.postprocess import ChoiceProcessor
+
+        body = ChatCompletionRequest.model_validate({"model": self._model, "messages": list(messages)} | dict(settings))
+        prepared = self._preprocessor.chat(body, uuid.uuid4().hex)
+        (request,) = prepared.choices
+        processor = ChoiceProcessor(self._tokenizer, prepared.policy, request)
+        self._core.add(request)
+        try:
+            while True:
+                for output in self._core.step().outputs:
+                    if output.request_id != request.request_id:
+                        continue
+                    delta = processor.feed(output)
+                    yield Piece(delta.reasoning, delta.content)
+                    if delta.error is not None:
+                        raise EngineDeadError(delta.error[1])
+                    if delta.finish_reason is not None:
+                        return
+        finally:
+            self._core.abort(request.request_id)
+
+
+class HttpTalker:
+    """A service that speaks OpenAI's protocol."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        """
+        Raises:
+            UnavailableError: the service cannot be reached, or refuses the key.
+        """
+        import httpx
+
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        base_url = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(10, read=300))
+        try:
+            reply = self._client.get("/v1/models")
+            _raise_for(reply.status_code, reply.content)
+            self._model = model or reply.json()["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnavailableError(f"{url} cannot be reached: {error}.") from None
+        except (ValueError, LookupError, TypeError):
+            raise UnavailableError(f"{url} does not answer as an OpenAI-compatible service.") from None
+
+    def stream(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[Piece]:
+        import httpx
+
+        body = {"model": self._model, "messages": list(messages), "stream": True} | dict(settings)
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    _raise_for(reply.status_code, reply.read())
+                yield from _pieces(reply.iter_lines())
+        except httpx.HTTPError as error:
+            raise UnavailableError(f"The connection broke: {error}.") from None
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
+    for line in lines:
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise UnavailableError(event["error"]["message"])
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            yield Piece(delta.get("reasoning_content") or "", delta.get("content") or "")
+    raise UnavailableError("The answer was cut off.")
+
+
+def _raise_for(status: int, body: bytes) -> None:
+    if status == 200:
+        return
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = f"The service answered {status}."
+    kind: type[NanoserveError] = InvalidRequestError if 400 <= status < 500 else UnavailableError
+    raise kind(message)

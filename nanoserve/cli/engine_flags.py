@@ -1,0 +1,32 @@
+"""The engine's flags, the same for every command that loads a model; their names are the fields of ``EngineArgs``."""
+
+import argparse
+from typing import Any
+
+from nanoserve.core.config import EngineArgs
+
+_DEFAULTS = EngineArgs()
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute (default: auto)")
+    group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto, the checkpoint's own)")
+    group.add_argument("--quantization", help="how weights are stored (default: none)")
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus answer")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help=f"batch size (default: {_DEFAULTS.max_num_seqs})")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of a step")
+    group.add_argument("--block-size", type=int, metavar="TOKENS", help=f"(default: {_DEFAULTS.block_size})")
+    memory = group.add_mutually_exclusive_group()
+    memory.add_argument("--kv-cache-memory", metavar="SIZE", help="such as 4GiB")
+    memory.add_argument("--memory-fraction", type=float, metavar="F", help="share of the free memory for the KV cache")
+    group.add_argument("--attention-backend", metavar="NAME", help="(default: auto)")
+    group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices per engine (default: 1)")
+    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads per engine (default: all, shared)")
+
+
+def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as ``EngineArgs`` keywords; the others keep their defaults."""
+    names = EngineArgs.__dataclass_fields__
+    return {name: value for name, value in vars(options).items() if name in names and value is not None}

@@ -1,0 +1,78 @@
+"""``build``: typed arguments in, a Serve application out. Deployments: ``Router`` (ingress) and ``Engine``."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from nanoserve.serving.autoscaling import by_load
+from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.replica import EngineFactory, EngineReplica, load_engine
+from nanoserve.serving.router import MakeApp, Router
+
+ENGINE_CPUS = 0.1
+"""What Ray reserves for an engine on a CPU; small, so that any number fits a laptop. Threads are set by the engine."""
+
+ROUTER_CPUS = 0.1
+
+
+def build(args: ServingArgs) -> Application:
+    """The Serve builder: ``import_path: nanoserve.serving:build``.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+    from nanoserve.serving.http_door import http_app
+
+    return assemble(args, load_engine, http_app)
+
+
+def assemble(args: ServingArgs, make_engine: EngineFactory, make_app: MakeApp) -> Application:
+    """The application from its two changeable parts: what makes an engine, and what makes the HTTP app."""
+    engine = serve.deployment(EngineReplica, name="Engine").options(
+        # Feeds and control calls only; the doors bound the requests.
+        max_ongoing_requests=100_000,
+        request_router_config=RequestRouterConfig(
+            request_router_class="nanoserve.serving.engine_router.EngineRouter",
+        ),
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=args.drain_s,
+        max_constructor_retry_count=3,
+        ray_actor_options=_engine_resources(args),
+        **_scale(args),
+    )
+    router = serve.deployment(serve.ingress()(Router), name="Router").options(
+        num_replicas=args.num_routers,
+        max_ongoing_requests=10 * args.max_open_requests,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=args.drain_s + 5.0,
+        ray_actor_options={"num_cpus": ROUTER_CPUS},
+    )
+    bound = engine.bind(args.engine, make_engine, args.max_replicas or args.num_replicas, args.door_grace_s)
+    return router.bind(args, bound, make_app)
+
+
+def _scale(args: ServingArgs) -> dict[str, Any]:
+    if args.min_replicas is None or args.max_replicas is None:
+        return {"num_replicas": args.num_replicas}
+    policy = AutoscalingPolicy(policy_function=by_load(args.engine.max_num_seqs))
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=args.min_replicas,
+            max_replicas=args.max_replicas,
+            metrics_interval_s=1.0,
+            look_back_period_s=5.0,
+            upscale_delay_s=3.0,
+            downscale_delay_s=60.0,
+            policy=policy,
+        )
+    }
+
+
+def _engine_resources(args: ServingArgs) -> dict[str, Any]:
+    num_cpus = ENGINE_CPUS if args.num_cpus is None else args.num_cpus
+    num_gpus = args.num_gpus if args.num_gpus is not None else float(args.engine.device == "cuda")
+    return {"num_cpus": num_cpus, "num_gpus": num_gpus}

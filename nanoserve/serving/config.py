@@ -1,0 +1,79 @@
+"""The builder's typed arguments: what a Serve config file's ``args`` and the flags of ``nanoserve serve`` may say."""
+
+from dataclasses import fields
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from nanoserve.core.config import EngineArgs
+from nanoserve.core.errors import ConfigError
+
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineArgs))
+
+
+class ServingArgs(BaseModel):
+    """Arguments of ``nanoserve.serving:build``. Written flat: the fields of ``EngineArgs`` stand beside these.
+
+    ``num_replicas`` engines, or between ``min_replicas`` and ``max_replicas`` by load; ``num_routers`` doors.
+    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU if there is one.
+    ``drain_s``: how long a stopping router lets its streams run before it ends them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    engine: EngineArgs = EngineArgs()
+    served_model_name: str | None = None
+    num_replicas: int = Field(default=1, ge=1)
+    min_replicas: int | None = Field(default=None, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    num_routers: int = Field(default=1, ge=1)
+    num_cpus: float | None = Field(default=None, ge=0)
+    num_gpus: float | None = Field(default=None, ge=0)
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_open_requests: int = Field(default=2048, ge=1)
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    engine_wait_s: float = Field(default=10.0, ge=0)
+    failover_wait_s: float = Field(default=60.0, ge=0)
+    door_grace_s: float = Field(default=5.0, ge=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _flat(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Sorts the flat keys, and says what is wrong in one sentence instead of pydantic's report.
+
+        Raises:
+            ConfigError: an unknown key, a value of the wrong type or out of range.
+        """
+        if isinstance(data, dict):
+            known = ENGINE_KEYS | cls.model_fields.keys()
+            if unknown := sorted(set(data) - known - {"engine"}):
+                raise ConfigError(f"Unknown setting `{unknown[0]}`. Known: {', '.join(sorted(known - {'engine'}))}.")
+            engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
+            data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
+            if engine:
+                data = {"engine": engine} | data
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error)) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            raise ConfigError("`min_replicas` and `max_replicas` must be given together.")
+        if self.min_replicas and self.max_replicas and self.min_replicas > self.max_replicas:
+            raise ConfigError(f"`min_replicas` ({self.min_replicas}) must be <= `max_replicas` ({self.max_replicas}).")
+        if not all(self.api_keys):
+            raise ConfigError("`api_keys` must not hold an empty key.")
+        for name in ("seed", "enforce_eager"):
+            if getattr(self.engine, name):
+                raise ConfigError(f"`{name}` is not built yet; leave it out.")
+        return self
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"] if part != "engine") or "args"
+    return f"`{name}`: {first['msg']}. Given: {first['input']!r:.200}."

@@ -1,0 +1,326 @@
+"""``nanoserve serve``: a private Ray, the applications on it, until a signal; then drain and leave nothing behind.
+
+The process is its own supervisor: everything it starts belongs to one run folder, and whatever is left of that at the
+end is ended (``processes``), also when this process is killed.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
+from nanoserve.model.folder import resolve_model
+from nanoserve.serving import processes
+from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.proxy import Proxy, ProxyWish, choose
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 1800.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OBJECT_STORE_BYTES = 96 * 2**20
+_ERROR_LINE = re.compile(r"nanoserve\.core\.errors\.(\w+): (.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """One application: a builder's import path and its arguments."""
+
+    name: str
+    import_path: str
+    args: dict[str, Any]
+    route_prefix: str = "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Everything that ``serve`` was asked for."""
+
+    apps: tuple[App, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    proxy: ProxyWish = "auto"
+    drain_s: float = 30.0
+
+
+class StopRequested(BaseException):
+    """Ctrl-C or SIGTERM."""
+
+
+def serve(launch: Launch) -> int:
+    """Runs until a signal; returns the exit status.
+
+    Raises:
+        ConfigError: the port is taken, a setting is wrong, or there is no such model. Other NanoserveError: it could not start.
+    """
+    for app in launch.apps:
+        resolve_model(ServingArgs.model_validate(app.args).engine.model)
+    _check_port(launch.host, launch.port)
+    proxy = choose(launch.proxy)
+    with _Signals() as signals:
+        run = _Run(launch, proxy, signals)
+        try:
+            _serve_until_stopped(run)
+        except (StopRequested, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
+            _say("Hurrying.")
+        finally:
+            run.end()
+    return 0
+
+
+def _serve_until_stopped(run: "_Run") -> None:
+    try:
+        run.start()
+        run.announce()
+        while True:
+            time.sleep(3600)
+    except (StopRequested, SystemExit):
+        run.stop()
+
+
+class _Signals:
+    """SIGINT and SIGTERM raise ``StopRequested`` in the main thread, each time they come, until they are ignored."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        self._kept = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        self.listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._kept.items():
+            signal.signal(number, handler)
+
+    def listen(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def ignore(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        raise StopRequested
+
+
+class _Run:
+    """One run: its folder, its Ray, its end."""
+
+    def __init__(self, launch: Launch, proxy: Proxy, signals: _Signals) -> None:
+        self._launch = launch
+        self._signals = signals
+        self._proxy = proxy
+        self._began_s = time.monotonic()
+        self._serving = False
+        self._failed = False
+        self.dir = Path(tempfile.mkdtemp(prefix="nanoserve-", dir=_short_temp_dir()))
+        self._watchdog = processes.Watchdog(self.dir)
+
+    def start(self) -> None:
+        try:
+            self._start_ray()
+            self._deploy()
+            self._wait_until_running()
+            self._wait_until_answering()
+        except Exception as error:
+            if self._signals.count:  # raised inside Ray's native code, it comes out as something else
+                raise StopRequested from None
+            self._failed = True
+            if isinstance(error, NanoserveError):
+                raise
+            logger.debug("start failed", exc_info=True)
+            raise UnavailableError(f"The service could not start: {_last_line(str(error))}") from error
+        self._serving = True
+
+    def _start_ray(self) -> None:
+        _say(f"Starting Ray; HTTP through {self._proxy.name} ({self._proxy.why}).")
+        os.environ.update(_RAY_ENVIRONMENT | processes.environment(self.dir) | self._proxy.environment(self.dir))
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        import ray
+
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(self.dir),
+        )
+        self._signals.listen()  # Ray has put its own handlers there
+
+    def _deploy(self) -> None:
+        from ray import serve
+        from ray.serve import RunTarget
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        targets = [RunTarget(_build(app), name=app.name, route_prefix=app.route_prefix) for app in self._launch.apps]
+        _say(f"Loading {', '.join(str(app.args.get('model', app.name)) for app in self._launch.apps)}.")
+        serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _wait_until_running(self) -> None:
+        from ray import serve
+
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < give_up_s:
+            apps = serve.status().applications.values()
+            for app in apps:
+                _raise_if_failed(app)
+            if apps and all(app.status == "RUNNING" for app in apps):
+                return
+            time.sleep(0.1)
+        raise UnavailableError(f"The service did not start within {START_TIMEOUT_S:.0f} s.")
+
+    def _wait_until_answering(self) -> None:
+        """Serve says RUNNING before its proxy has loaded the routes: only a real answer counts."""
+        reason = ""
+        give_up_s = time.monotonic() + 60
+        while time.monotonic() < give_up_s:
+            try:
+                reply = httpx.get(f"{self.url}/health", timeout=10)
+                reason = reply.text[:200]
+                if reply.status_code == 200:
+                    return
+            except httpx.HTTPError as error:
+                reason = type(error).__name__
+            time.sleep(0.1)
+        raise UnavailableError(f"The service runs but does not answer on {self.url}: {reason}")
+
+    def announce(self) -> None:
+        model = self._launch.apps[0].args
+        name = model.get("served_model_name") or model.get("model") or "demo"
+        key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if model.get("api_keys") else ""
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is 12 + 7?"}}]}}'
+        prefix = self._launch.apps[0].route_prefix.rstrip("/")
+        _say(f"Ready in {time.monotonic() - self._began_s:.1f} s on {self.url}. Stop with Ctrl-C. Try:\n")
+        _say(
+            f"  curl {self.url}{prefix}/v1/chat/completions{key} \\\n"
+            f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+        )
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._launch.host, self._launch.host)
+        return f"http://{host}:{self._launch.port}"
+
+    def stop(self) -> None:
+        """Lets running answers finish; another signal hurries."""
+        if not self._serving:
+            _say("Stopping.")
+            return
+        _say(f"Stopping: running answers have {self._launch.drain_s:g} s to finish. Ctrl-C again to hurry.")
+        asyncio.run(self._drain())
+
+    async def _drain(self) -> None:
+        from ray import serve
+
+        async def drain(app: App) -> None:
+            router = serve.get_deployment_handle("Router", app.name)
+            await router.broadcast("drain", self._launch.drain_s).results_async()
+
+        async with asyncio.timeout(self._launch.drain_s + 5):
+            await asyncio.gather(*[drain(app) for app in self._launch.apps], return_exceptions=True)
+        await asyncio.sleep(0.3)  # the last bytes are on their way through the proxy
+
+    def end(self) -> None:
+        """Ends every process of the run. From here on signals are ignored: there is nothing left to hurry."""
+        self._signals.ignore()
+        _shut_ray_down()
+        processes.end(self.dir)
+        self._watchdog.dismiss()
+        if self._failed:
+            _say(f"Logs: {self.dir}/session_latest/logs")
+        else:
+            shutil.rmtree(self.dir, ignore_errors=True)
+
+
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # Ray's default, 15, puts every engine below whatever else the machine does
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
+
+
+def _short_temp_dir() -> str:
+    """Ray's sockets live under it, and a socket's path may not exceed 107 bytes."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 20 else "/tmp"
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"Cannot listen on {host}:{port} ({error.strerror}); choose another --port.") from None
+
+
+def _build(app: App) -> Any:
+    from importlib import import_module
+
+    from ray.serve import Application
+
+    module, _, name = app.import_path.partition(":")
+    try:
+        builder = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"`import_path` {app.import_path!r} cannot be imported: {error}.") from None
+    built = builder(ServingArgs.model_validate(app.args))
+    assert isinstance(built, Application), built
+    return built
+
+
+def _raise_if_failed(app: Any) -> None:
+    """
+    Raises:
+        ConfigError, UnavailableError: what the engine said when it could not start.
+    """
+    messages = [app.message, *[deployment.message for deployment in app.deployments.values()]]
+    for message in messages:
+        if found := _ERROR_LINE.search(message or ""):
+            raise (ConfigError if found[1] == "ConfigError" else UnavailableError)(found[2].strip())
+    if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise UnavailableError(f"The service could not start: {_last_line(app.message) or app.status}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _shut_ray_down() -> None:
+    """Ray's own shutdown, given a few seconds: it may hang where it was interrupted half-started."""
+    if (ray := sys.modules.get("ray")) is None:
+        return
+    worker = threading.Thread(target=ray.shutdown, daemon=True)
+    worker.start()
+    worker.join(6)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
