@@ -21,7 +21,6 @@ from nanoserve.core.plan import (
 )
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
-from nanoserve.model.blocked_logits import BlockedLogits
 from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
@@ -164,8 +163,7 @@ class ModelRunner:
         for start in range(0, len(hidden), _SCORED_ROWS_AT_ONCE):
             part = hidden[start : start + _SCORED_ROWS_AT_ONCE]
             wanted = targets[start : start + len(part)]
-            logits = BlockedLogits.widen(self._network.logits(part))
-            entries += score(logits, wanted, [num_top] * len(part))
+            entries += score(self._network.logits(part), wanted, [num_top] * len(part))
         return tuple(entries)
 
 
