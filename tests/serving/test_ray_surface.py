@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, Depl
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from nanoserve.serving import launch, proxy
-from nanoserve.serving.autoscaling import by_load
+from nanoserve.serving.autoscaling import ByLoad
 from nanoserve.serving.engine_router import EngineRouter
 
 SERVE_FOLDER = Path(inspect.getfile(serve)).parent
@@ -67,8 +67,11 @@ def test_deployments_take_what_app_gives_them() -> None:
         "autoscaling_config",
     } <= taken
     assert "request_router_class" in RequestRouterConfig.model_fields
-    policy = AutoscalingPolicy(policy_function=by_load(4))
+    policy = AutoscalingPolicy(
+        policy_function="nanoserve.serving.autoscaling:ByLoad", policy_kwargs={"requests_per_replica": 4}
+    )
     assert AutoscalingConfig(min_replicas=1, max_replicas=3, policy=policy).max_replicas == 3
+    assert policy.get_policy().__name__ == "ByLoad"
 
 
 def test_an_app_may_be_bound_late() -> None:
@@ -113,7 +116,7 @@ def test_the_policy_follows_the_engines_reports() -> None:
         capacity_adjusted_min_replicas = 1
         capacity_adjusted_max_replicas = 4
 
-    assert by_load(4)(Context())[0] == 3
-    assert by_load(1)(Context())[0] == 4
+    assert ByLoad(4)(Context())[0] == 3
+    assert ByLoad(1)(Context())[0] == 4
     Context.aggregated_metrics = {}
-    assert by_load(4)(Context())[0] == 1
+    assert ByLoad(4)(Context())[0] == 1
