@@ -8,7 +8,6 @@ from typing import Any
 from nanoserve.cli.engine_flags import add_engine_flags, engine_settings
 from nanoserve.core.errors import ConfigError
 
-BUILDER = "nanoserve.serving:build"
 _OWN_SETTINGS = (
     "num_replicas",
     "min_replicas",
@@ -46,8 +45,9 @@ def run(options: argparse.Namespace) -> int:
     from nanoserve.serving.launch import App, Launch, serve
 
     apps, http = _from_file(options) if options.config else ([_from_flags(options)], {})
-    host, port = options.host or http.get("host", "127.0.0.1"), options.port or http.get("port", 8000)
-    if not 0 < port < 65536:
+    host = options.host or http.get("host", "127.0.0.1")
+    port = http.get("port", 8000) if options.port is None else options.port
+    if not isinstance(port, int) or not 0 < port < 65536:
         raise ConfigError(f"--port must be in 1..65535. Given: {port}.")
     drain_s = options.drain_s if options.drain_s is not None else apps[0]["args"].get("drain_s", 30.0)
     if drain_s < 0:
@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
     args = _given(options)
+    from nanoserve.serving.launch import BUILDER
+
     return {"name": "nanoserve", "import_path": BUILDER, "args": _with_key({"model": "demo"} | args)}
 
 

@@ -6,7 +6,6 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from nanoserve.serving.autoscaling import by_load
 from nanoserve.serving.config import ServingArgs
 from nanoserve.serving.replica import EngineFactory, EngineReplica, load_engine
 from nanoserve.serving.router import MakeApp, Router
@@ -58,7 +57,10 @@ def assemble(args: ServingArgs, make_engine: EngineFactory, make_app: MakeApp) -
 def _scale(args: ServingArgs) -> dict[str, Any]:
     if args.min_replicas is None or args.max_replicas is None:
         return {"num_replicas": args.num_replicas}
-    policy = AutoscalingPolicy(policy_function=by_load(args.engine.max_num_seqs))
+    policy = AutoscalingPolicy(
+        policy_function="nanoserve.serving.autoscaling:ByLoad",
+        policy_kwargs={"requests_per_replica": args.engine.max_num_seqs},
+    )
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=args.min_replicas,

@@ -98,6 +98,7 @@ class Peer:
     stats: StepStats = field(default_factory=StepStats)
     health: str = "idle"
     reason: str = ""
+    num_breaks: int = 0
     streams: dict[str, "FeedStream"] = field(default_factory=dict)
     queue: list[_Call] = field(default_factory=list)
     in_flight: list[_Call] = field(default_factory=list)
@@ -319,15 +320,13 @@ class FeedDoor:
 
     async def _feed(self, peer: Peer) -> None:
         """Reads until the peer is closed; after a break it tries once to go on where it was."""
-        failures = 0
         while peer.state is not PeerState.CLOSED:
             try:
                 await self._read(peer)
-                failures = 0
             except Exception as error:  # whatever the transport raises: the engine did not answer
-                failures += 1
-                logger.warning("feed broke peer=%s failures=%d error=%.200r", peer.peer_id, failures, error)
-            if failures >= 2:
+                peer.num_breaks += 1
+                logger.warning("feed broke peer=%s num_breaks=%d error=%.200r", peer.peer_id, peer.num_breaks, error)
+            if peer.num_breaks >= 2:
                 self._lose(peer, "The connection to the engine broke.")
             await asyncio.sleep(0.01)
 
@@ -351,7 +350,7 @@ class FeedDoor:
             # A submit may be on its way to the engine that has just dropped all we had there: begin anew.
             self._lose(peer, "The engine forgot this door.", readopt_after_s=0.1)
             return
-        peer.card, peer.seq, peer.heard_s = hello.card, hello.seq, self._clock()
+        peer.card, peer.seq, peer.heard_s, peer.num_breaks = hello.card, hello.seq, self._clock(), 0
         if peer.state is PeerState.NEW:
             peer.state = PeerState.UP
             logger.info("engine up peer=%s engine_id=%s", peer.peer_id, hello.card.engine_id)

@@ -32,6 +32,7 @@ from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
 logger = logging.getLogger(__name__)
 
+BUILDER = "nanoserve.serving:build"
 START_TIMEOUT_S = 1800.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OBJECT_STORE_BYTES = 96 * 2**20
@@ -67,10 +68,13 @@ def serve(launch: Launch) -> int:
     """Runs until a signal; returns the exit status.
 
     Raises:
-        ConfigError: the port is taken, a setting is wrong, or there is no such model. Other NanoserveError: it could not start.
+        ConfigError: the port is taken, a setting is wrong, or there is no such model.
+        UnavailableError: it could not start.
     """
     for app in launch.apps:
-        resolve_model(ServingArgs.model_validate(app.args).engine.model)
+        args = ServingArgs.model_validate(app.args)
+        if app.import_path == BUILDER:
+            resolve_model(args.engine.model)
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
     with _Signals() as signals:

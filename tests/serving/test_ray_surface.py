@@ -1,0 +1,122 @@
+"""What we lean on in Ray Serve, by name and signature: a new Ray that changes it is found here and not by users.
+
+Nothing private is imported. What is not promised by Ray: the classes of ``ray.serve.request_router`` (alpha), the
+environment variables that place HAProxy's files and ports, and the lines of its configuration that we correct.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from nanoserve.serving import launch, proxy
+from nanoserve.serving.autoscaling import ByLoad
+from nanoserve.serving.engine_router import EngineRouter
+
+SERVE_FOLDER = Path(inspect.getfile(serve)).parent
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_tested_minor_version() -> None:
+    assert ray.__version__.startswith("2.60.")
+
+
+def test_a_request_router_hears_of_replicas_and_chooses() -> None:
+    assert parameters(RequestRouter.update_replicas) == ["self", "replicas"]
+    assert parameters(RequestRouter.choose_replicas) == ["self", "candidate_replicas", "pending_request"]
+    assert inspect.iscoroutinefunction(RequestRouter.choose_replicas)
+    assert "kwargs" in parameters(RequestRouter.initialize_state)
+    assert parameters(EngineRouter.choose_replicas) == parameters(RequestRouter.choose_replicas)
+    assert parameters(EngineRouter.update_replicas) == parameters(RequestRouter.update_replicas)
+    assert {"kwargs", "future"} <= set(PendingRequest.__dataclass_fields__)
+    assert isinstance(RunningReplica.replica_id, property)
+    assert "unique_id" in ReplicaID.__dataclass_fields__
+
+
+def test_handles_can_stream_pin_cancel_and_broadcast() -> None:
+    options = parameters(DeploymentHandle.options)
+    assert {"stream", "request_serialization", "response_serialization"} <= set(options) or "kwargs" in options
+    assert parameters(DeploymentResponseGenerator.cancel) == ["self"]
+    assert parameters(DeploymentHandle.broadcast)[:2] == ["self", "method_name"]
+    assert inspect.iscoroutinefunction(DeploymentBroadcastResponse.results_async)
+
+
+def test_deployments_take_what_app_gives_them() -> None:
+    taken = set(parameters(serve.deployment))
+    assert {
+        "name",
+        "num_replicas",
+        "max_ongoing_requests",
+        "request_router_config",
+        "health_check_period_s",
+        "health_check_timeout_s",
+        "graceful_shutdown_wait_loop_s",
+        "graceful_shutdown_timeout_s",
+        "max_constructor_retry_count",
+        "ray_actor_options",
+        "autoscaling_config",
+    } <= taken
+    assert "request_router_class" in RequestRouterConfig.model_fields
+    policy = AutoscalingPolicy(
+        policy_function="nanoserve.serving.autoscaling:ByLoad", policy_kwargs={"requests_per_replica": 4}
+    )
+    assert AutoscalingConfig(min_replicas=1, max_replicas=3, policy=policy).max_replicas == 3
+    assert policy.get_policy().__name__ == "ByLoad"
+
+
+def test_an_app_may_be_bound_late() -> None:
+    class Late:
+        async def __serve_build_asgi_app__(self) -> Any: ...
+
+    assert serve.ingress()(Late)
+    with pytest.raises(Exception, match="__serve_build_asgi_app__"):
+        serve.ingress()(object)
+
+
+def test_the_launch_finds_its_ways_in() -> None:
+    assert {"targets", "wait_for_ingress_deployment_creation", "wait_for_applications_running"} <= set(
+        parameters(serve.run_many)
+    )
+    assert {"name", "route_prefix"} <= set(parameters(serve.RunTarget))
+    assert {"http_options"} <= set(parameters(serve.start))
+    assert {"include_dashboard", "log_to_driver", "object_store_memory"} <= set(parameters(ray.init))
+    assert "_temp_dir" in inspect.getsource(ray.init)
+
+
+def test_every_environment_variable_is_still_read(tmp_path: Path) -> None:
+    sources = [path.read_text() for path in (SERVE_FOLDER / "_private").glob("constants*.py")]
+    chosen = proxy.Proxy("HAProxy", "found", "/bin/true").environment(tmp_path)
+    names = {name for name in {**launch._RAY_ENVIRONMENT, **chosen} if name.startswith("RAY_SERVE_")}
+    assert len(names) >= 10
+    assert [name for name in sorted(names) if not any(f'"{name}"' in source for source in sources)] == []
+
+
+def test_haproxys_file_has_the_lines_that_we_correct() -> None:
+    template = (SERVE_FOLDER / "_private" / "haproxy_templates.py").read_text()
+    assert re.search(r"^ +bind :\{\{ config\.metrics_port \}\}$", template, re.MULTILINE)
+    assert re.search(r"^ +bind \*:\{\{ config\.stats_port \}\}$", template, re.MULTILINE)
+    assert len(re.findall(r"^ +errorfile 50[234] ", template, re.MULTILINE)) == 3
+    binds = re.findall(r"^ +bind (\S+)", template, re.MULTILINE)
+    assert len(binds) == 4, "a new listener: is it on the loopback?"
+
+
+def test_the_policy_follows_the_engines_reports() -> None:
+    class Context:
+        aggregated_metrics = {"running": {"a": 5.0, "b": 2.0}, "waiting": {"a": 2.0}}  # noqa: RUF012
+        capacity_adjusted_min_replicas = 1
+        capacity_adjusted_max_replicas = 4
+
+    assert ByLoad(4)(Context())[0] == 3
+    assert ByLoad(1)(Context())[0] == 4
+    Context.aggregated_metrics = {}
+    assert ByLoad(4)(Context())[0] == 1
