@@ -1,7 +1,7 @@
 """Changes to logits before a token is chosen, in place and sparse: only tokens that a setting names are touched.
 
-Order, as in vLLM: logit_bias, repetition penalty, frequency and presence penalties, then the masks (stop tokens before
-min_tokens, and the tokens that a grammar does not allow).
+Order, as in vLLM: logit_bias, repetition penalty, frequency and presence penalties, then the masks: tokens that a
+grammar does not allow, and stop tokens before min_tokens. Where a grammar leaves nothing but stop tokens, it wins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,10 @@ def adjust(logits: Tensor, table: SamplingTable, batch: SampleBatch) -> None:
     if len(entries):
         _add_bias(logits, table, batch, entries)
         _penalize(logits, table, batch, entries)
-        _mask_stops(logits, table, batch, entries)
     if batch.allowed is not None:
         _mask_disallowed(logits, *batch.allowed)
+    if len(entries):
+        _mask_stops(logits, table, batch, entries)
 
 
 def _add_bias(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries: IntArray) -> None:
@@ -83,7 +84,12 @@ def _mask_stops(logits: Tensor, table: SamplingTable, batch: SampleBatch, entrie
         if batch.positions[i] - adjustment.num_prompt_tokens < adjustment.params.min_tokens:
             masked.append((i, adjustment.stop_ids))
     if masked:
-        logits[_places(masked)] = float("-inf")
+        places = _places(masked)
+        before = logits[places]
+        logits[places] = float("-inf")
+        if batch.allowed is not None:
+            is_stuck = logits[places[0]].amax(dim=1) == float("-inf")
+            logits[places] = torch.where(is_stuck, before, logits[places])
 
 
 def _places(ids: Sequence[tuple[int, IntArray]]) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,17 @@ class InputBatch:
 
     def rows(self, scheduled: Sequence[ScheduledRequest]) -> IntArray:
         """The row of each scheduled request."""
-        row_of = self._row_of
-        return np.fromiter((row_of[request.request_id] for request in scheduled), np.int64, len(scheduled))
+        return np.array([self._row_of[request.request_id] for request in scheduled])
 
     def build(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> ForwardBatch:
         """Appends the new blocks, then lays out the step flat, in plan order."""
         self._append_blocks(scheduled)
-        count = len(scheduled)
-        query_lens = np.fromiter((len(request.token_ids) for request in scheduled), np.int64, count)
-        computed = np.fromiter((request.num_computed_tokens for request in scheduled), np.int64, count)
+        shares = [request.token_ids for request in scheduled]
+        query_lens = np.array([len(share) for share in shares])
+        computed = np.array([request.num_computed_tokens for request in scheduled])
         kv_lens = computed + query_lens
         total = int(query_lens.sum())
-        flat = chain.from_iterable(request.token_ids for request in scheduled)
-        token_ids = np.fromiter(flat, np.int64, total)
+        token_ids = np.fromiter(chain.from_iterable(shares), np.int64, total)
         shift = computed - (np.cumsum(query_lens) - query_lens)
         positions = np.arange(total) + np.repeat(shift, query_lens)
         max_blocks = -(-int(kv_lens.max()) // self._block_size)

@@ -129,8 +129,8 @@ class ModelRunner:
             ),
         )
         return {
-            request.request_id: _accept(request, samples, int(start))
-            for request, start in zip(scheduled, starts, strict=True)
+            request.request_id: _accept(request, samples, start)
+            for request, start in zip(scheduled, starts.tolist(), strict=True)
             if request.num_samples
         }
 
@@ -179,6 +179,8 @@ def _drafts(scheduled: Sequence[ScheduledRequest], starts: IntArray) -> dict[int
 
 def _accept(request: ScheduledRequest, samples: Samples, start: int) -> SampledTokens:
     """Takes samples up to and including the first that differs from its draft: just what one by one would give."""
+    if request.num_samples == 1 and not samples.logprobs:
+        return SampledTokens(token_ids=(samples.token_ids[start],))
     count = 1
     drafts = request.token_ids[len(request.token_ids) - request.num_samples + 1 :]
     for draft, token in zip(drafts, samples.token_ids[start:], strict=False):

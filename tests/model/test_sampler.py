@@ -207,6 +207,16 @@ def test_a_bitmask_allows_only_its_tokens_and_only_for_its_entries() -> None:
     assert tokens[50] == int(logits[0].argmax())
 
 
+def test_a_finished_grammar_wins_over_min_tokens() -> None:
+    """Else nothing is left to choose, and the answer would go on with token 0."""
+    words = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
+    words[0, 2] = 1  # token 64 alone
+    wanted = [params(min_tokens=9, stop_token_ids=[3, 64], temperature=0)]
+    assert sample(torch.zeros(1, VOCAB), wanted, allowed=(np.arange(1), torch.from_numpy(words))).token_ids == [64]
+    words[0, 0] = 1 << 5  # token 5 too
+    assert sample(torch.zeros(1, VOCAB), wanted, allowed=(np.arange(1), torch.from_numpy(words))).token_ids == [5]
+
+
 def test_drafts_before_a_sample_count_as_output_for_penalties() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 42] = 1.0

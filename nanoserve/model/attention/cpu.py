@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, IntArray
 
 # A group is closed when its KV outgrows this, to bound the scratch buffers and to keep them in the cache.
-_MAX_GROUP_TOKENS = 8192
+_MAX_GROUP_TOKENS = 2048
 # A group is closed when a shorter request would make this share of its longest one padding.
 _MAX_PADDING = 0.25
 

@@ -18,11 +18,12 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeConfig, *, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
         frequencies, scale = inverse_frequencies(rope, head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-        self._cos = (angles.cos() * scale).to(dtype)[:, None]
-        self._sin = (angles.sin() * scale).to(dtype)[:, None]
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self._cos = torch.cat((cos, cos), dim=1).to(dtype)[:, None]
+        self._sin = torch.cat((-sin, sin), dim=1).to(dtype)[:, None]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens] -> cos, sin, each [num_tokens, 1, head_dim // 2]."""
+        """[num_tokens] -> cos, sin, each [num_tokens, 1, head_dim]; the first half of sin is negated."""
         return self._cos[positions], self._sin[positions]
 
 
