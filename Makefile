@@ -1,0 +1,68 @@
+# make serve, make test: both make .venv when it is missing. Needs Python 3.11 to 3.13 and nothing else.
+
+MODEL ?= demo
+PORT ?= 8000
+ARGS ?=
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	$$name -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" 2>/dev/null && echo $$name && break; done)
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.lock \
+	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+
+.PHONY: help serve test test-slow lint format demo-model demo-eval lock clean
+
+help:
+	@echo "make serve [MODEL=demo] [PORT=8000] [ARGS=\"...\"]   the service on http://127.0.0.1:PORT"
+	@echo "make test                                         lint, types, import contracts and tests"
+	@echo "make test-slow                                    the tests that take more than ten seconds each"
+	@echo "make lint, make format                            the checks alone; layout"
+	@echo "make demo-model, make demo-eval                   train the bundled model again; measure it"
+	@echo "TORCH_INDEX_URL=... make serve                    also look for torch there (a CPU-only build, for one)"
+
+serve: .venv/serve
+	@exec .venv/bin/nanoserve serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: lint
+	.venv/bin/python -m pytest -m "not slow"
+
+test-slow: .venv/test
+	.venv/bin/python -m pytest -m slow
+
+lint: .venv/test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: .venv/test
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+demo-model: .venv/test
+	.venv/bin/python -m demo.train
+
+demo-eval: .venv/test
+	.venv/bin/python -m demo.evaluate --min
+
+lock:
+	uv pip compile --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet \
+		--extra test pyproject.toml -o .venv/all.lock
+	{ head -2 requirements.lock; grep -v "^nvidia-\|^cuda-\|^triton==" .venv/all.lock; } > .venv/new.lock
+	mv .venv/new.lock requirements.lock
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# The stamps say what is installed: .venv/serve what a service needs, .venv/test everything.
+.venv/serve: .venv/bin/python requirements.lock pyproject.toml
+	@echo "Installing nanoserve into .venv (some minutes the first time)."
+	@$(PIP) -e .
+	@touch $@
+
+.venv/test: .venv/bin/python requirements.lock pyproject.toml
+	@echo "Installing nanoserve and its test tools into .venv (some minutes the first time)."
+	@$(PIP) -e ".[test]"
+	@touch $@ .venv/serve
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; none was found. Set PYTHON=/path/to/python3."; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make a virtual environment; install its venv package (python3-venv)."; exit 1; }
