@@ -80,7 +80,7 @@ def save(model: Any, folder: Path, *, max_shard_size: str = "5GB") -> Path:
     return folder
 
 
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Changes ``config.json`` of a saved checkpoint by ``edit``."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())

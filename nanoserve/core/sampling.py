@@ -113,7 +113,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequestError(
-                f"`stop` must be at most {MAX_STOP_STRINGS} non-empty strings. Given: {list(stop)!r:.200}.",
+                f"`stop` must be at most {MAX_STOP_STRINGS} non-empty strings. Given: {list(stop[:20])!r:.200}.",
                 param="stop",
             )
         return stop
@@ -122,7 +122,7 @@ class SamplingParams:
         ids = tuple(self.stop_token_ids or ())
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise InvalidRequestError(
-                f"`stop_token_ids` must be token ids >= 0. Given: {list(ids)!r:.200}.", param="stop_token_ids"
+                f"`stop_token_ids` must be token ids >= 0. Given: {list(ids[:20])!r:.200}.", param="stop_token_ids"
             )
         return ids
 

@@ -10,15 +10,16 @@ from nanoserve.model.blocked_logits import BlockedLogits
 
 
 def score(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry a row of padded float32 ``logits`` [num_rows, vocab_size]: its token, and its ``num_top`` best ones.
+    """One entry a row of ``logits`` [num_rows, vocab_size]: of its token, and of its ``num_top`` best ones.
 
     A rank counts the strictly better tokens, plus one.
     """
+    width = min(max(num_top), logits.shape[1])
+    logits = BlockedLogits.widen(logits)
     tokens = torch.tensor(token_ids)[:, None]
     normalizer = logits.logsumexp(dim=1, keepdim=True)
     chosen = logits.gather(1, tokens)
     ranks = (logits > chosen).sum(dim=1) + 1
-    width = max(num_top)
     tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     if width:
         values, ids = BlockedLogits(logits).top(torch.arange(len(token_ids)), width)

@@ -21,7 +21,6 @@ from nanoserve.core.plan import (
 )
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
-from nanoserve.model.blocked_logits import BlockedLogits
 from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
@@ -151,9 +150,7 @@ class ModelRunner:
                 first = end - request.num_logits
                 entries = self._score(request, hidden[first : first + num_scored])
                 own = sampled.get(request.request_id, SampledTokens())
-                sampled[request.request_id] = SampledTokens(
-                    token_ids=own.token_ids, logprobs=own.logprobs, prompt_logprobs=entries
-                )
+                sampled[request.request_id] = own._replace(prompt_logprobs=entries)
 
     def _score(self, request: ScheduledRequest, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         state = self._states[request.request_id]
@@ -164,8 +161,7 @@ class ModelRunner:
         for start in range(0, len(hidden), _SCORED_ROWS_AT_ONCE):
             part = hidden[start : start + _SCORED_ROWS_AT_ONCE]
             wanted = targets[start : start + len(part)]
-            logits = BlockedLogits.widen(self._network.logits(part))
-            entries += score(logits, wanted, [num_top] * len(part))
+            entries += score(self._network.logits(part), wanted, [num_top] * len(part))
         return tuple(entries)
 
 

@@ -39,7 +39,7 @@ class Sampler:
         wide = BlockedLogits.widen(logits)
         num_logprobs = table.num_logprobs[batch.rows]
         scored = np.flatnonzero(num_logprobs != OFF)
-        raw = wide[torch.from_numpy(scored)] if len(scored) else None
+        raw = logits[torch.from_numpy(scored)] if len(scored) else None
         adjust(wide, table, batch)
         tokens = choose(BlockedLogits(wide), self._settings(batch))
         logprobs: dict[int, TokenLogprobs] = {}

@@ -5,6 +5,7 @@ Invariant: whatever the bytes are, the only error that leaves this module is ``I
 
 import json
 import math
+import re
 from typing import TypeVar
 
 import orjson
@@ -15,6 +16,9 @@ from nanoserve.core.errors import InvalidRequestError
 Model = TypeVar("Model", bound=BaseModel)
 MAX_DEPTH = 96
 _UNION_TAGS = ("str", "int", "float", "bool")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _TOO_DEEP = f"The body is nested too deeply: at most {MAX_DEPTH} levels are read."
 
 
@@ -28,7 +32,7 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
     body = _load(raw)
     if not isinstance(body, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth_exceeds(body, MAX_DEPTH):
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(raw):
         raise InvalidRequestError(_TOO_DEEP)
     try:
         return model.model_validate(body)
@@ -80,17 +84,12 @@ def _unsendable(value: object) -> str | None:
     return None
 
 
-def _depth_exceeds(value: object, limit: int) -> bool:
-    level: list[object] = [value]
-    for _ in range(limit):
-        below: list[object] = []
-        for item in level:
-            children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-            below += [child for child in children if isinstance(child, dict | list)]
-        if not below:
-            return False
-        level = below
-    return True
+def _is_too_deep(raw: bytes) -> bool:
+    """Whether valid JSON nests deeper than ``MAX_DEPTH``: peels one level a pass off its brackets, at C speed."""
+    brackets = _STRING.sub(b"", raw).translate(_AS_SQUARE, delete=_NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
 
 
 def _first_error(error: ValidationError) -> InvalidRequestError:

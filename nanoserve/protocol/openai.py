@@ -2,6 +2,7 @@
 
 Known fields are strictly typed (a bool is no number, a string is no integer); unknown fields are ignored, because real
 clients send many. Ranges are judged once, by ``core.sampling``; what depends on the model by ``text.preprocess``.
+``fail_fast``: a list stops at its first wrong item, for a report on a million of them would take longer than an answer.
 """
 
 from typing import Any
@@ -54,7 +55,7 @@ class GenerationBody(RequestBody):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -64,15 +65,15 @@ class GenerationBody(RequestBody):
 class ChatCompletionRequest(GenerationBody):
     """The body of ``POST /v1/chat/completions``. Messages and tools are read by ``text.messages``."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    modalities: list[str] | None = None
+    modalities: list[str] | None = Field(default=None, fail_fast=True)
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -94,8 +95,8 @@ class TokenizeRequest(RequestBody):
     """The body of ``POST /tokenize``: a text (``prompt``) or a conversation (``messages``)."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -17,9 +17,9 @@ from nanoserve.core.plan import (
     SampledTokens,
     ScheduledRequest,
     SchedulerOutput,
-    TokenLogprobs,
 )
 from nanoserve.core.request import GenerateRequest
+from nanoserve.scheduler.accounting import append, append_verified, take_scores
 from nanoserve.scheduler.admission import QueueBounds, max_length, validate
 from nanoserve.scheduler.deadlines import Deadlines
 from nanoserve.scheduler.kv_cache_manager import KVCacheManager
@@ -332,17 +332,19 @@ class Scheduler:
 
     def _account(self, sequence: Sequence, request: ScheduledRequest, sampled: SampledTokens) -> RequestOutput | None:
         """Advance one sequence by its share of the step; its news, if there are any. Hot: once a request and step."""
+        if sampled.error is not None:
+            return self._fail(sequence, sampled.error)
         token_ids = sampled.token_ids
         sequence.num_computed_tokens += len(request.token_ids)
         if len(token_ids) == request.num_samples == 1:
             sequence.is_decoding = True
-            finish_reason = _append(sequence, token_ids[0])
+            finish_reason = append(sequence, token_ids[0])
         elif request.num_samples:
-            token_ids, finish_reason = _append_verified(sequence, request, token_ids)
+            token_ids, finish_reason = append_verified(sequence, request, token_ids)
         else:
             assert not token_ids, f"{token_ids} sampled although none was planned: {request}"
             finish_reason = None if sequence.num_pending_tokens else FinishReason.LENGTH
-        scores = _take_scores(sequence, request, sampled) if request.num_logits > request.num_samples else ()
+        scores = take_scores(sequence, request, sampled) if request.num_logits > request.num_samples else ()
         if sequence.num_computed_tokens >= (sequence.num_published + 1) * self._block_size:
             self._kv.publish(sequence)
         if finish_reason is not None:
@@ -356,6 +358,11 @@ class Scheduler:
         return RequestOutput(
             sequence.request_id, token_ids, finish_reason, stop_token_id, logprobs, scores, sequence.num_cached_tokens
         )
+
+    def _fail(self, sequence: Sequence, error: tuple[str, str]) -> RequestOutput:
+        self._num_finished += 1
+        self._close(sequence)
+        return RequestOutput(sequence.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _end_late(self) -> None:
         for sequence in self._deadlines.pop_late(self._clock(), self._sequences):
@@ -389,41 +396,3 @@ class Scheduler:
         running = [f"{s.request_id}:{s.num_computed_tokens}/{s.num_target_tokens}" for s in self._running]
         waiting = [f"{s.request_id}:{s.num_target_tokens}" for s in self._waiting]
         return f"running={running} waiting={waiting} free_blocks={self._kv.num_free_blocks}"
-
-
-def _append(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Append a sampled token; why the sequence ends with it, if it does."""
-    sequence.token_ids.append(token_id)
-    if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
-
-
-def _append_verified(
-    sequence: Sequence, request: ScheduledRequest, token_ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Append the accepted drafts and the sample after them, up to the first that ends the sequence; roll the rest back.
-
-    The KV of a refuted draft is not counted as computed, and will be overwritten.
-    """
-    num_sampled, num_drafts = len(token_ids), request.num_samples - 1
-    drafts = request.token_ids[len(request.token_ids) - num_drafts :]
-    assert 0 < num_sampled <= num_drafts + 1, f"{num_sampled} samples of {num_drafts + 1} planned: {request}"
-    assert token_ids[:-1] == drafts[: num_sampled - 1], f"samples {token_ids} do not follow the drafts {drafts}"
-    finish_reason: FinishReason | None = None
-    num_kept = 0
-    while num_kept < num_sampled and finish_reason is None:
-        finish_reason = _append(sequence, token_ids[num_kept])
-        num_kept += 1
-    num_computed_tokens = sequence.num_computed_tokens - (request.num_samples - num_sampled)
-    sequence.num_computed_tokens = min(num_computed_tokens, len(sequence.token_ids))
-    return token_ids[:num_kept], finish_reason
-
-
-def _take_scores(sequence: Sequence, request: ScheduledRequest, sampled: SampledTokens) -> tuple[TokenLogprobs, ...]:
-    """The prompt log probabilities that are news; rows beyond the prompt (a continued request's output) are dropped."""
-    num_rows = request.num_logits - request.num_samples
-    assert len(sampled.prompt_logprobs) == num_rows, f"{len(sampled.prompt_logprobs)} scores of {num_rows}: {request}"
-    scores = sampled.prompt_logprobs[: sequence.num_unscored_tokens]
-    sequence.num_scored_tokens += len(scores)
-    return scores

@@ -11,13 +11,12 @@ import orjson
 
 from nanoserve.protocol import responses
 from nanoserve.protocol.openai import ChatCompletionRequest
-from nanoserve.protocol.sse import DONE, ChunkTemplate, members, usage_event
+from nanoserve.protocol.sse import ChunkTemplate, members
 from nanoserve.serving.answer import EventWriter
 from nanoserve.serving.door import Door, ServedModel
-from nanoserve.serving.generation import Choice, Tally, opened, together, usage_member, usage_mode
+from nanoserve.serving.generation import Choice, Generation
 from nanoserve.text.logprobs import TokenText
 from nanoserve.text.postprocess import Delta
-from nanoserve.text.preprocess import PreparedRequest
 from nanoserve.text.tools import ToolCallDelta
 
 
@@ -25,41 +24,23 @@ from nanoserve.text.tools import ToolCallDelta
 class Chat:
     """One request to this route, ready to be answered."""
 
-    door: Door
-    model: ServedModel
+    generation: Generation
     body: ChatCompletionRequest
-    prepared: PreparedRequest
     id: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def envelope(self, object_: str) -> responses.Json:
-        return responses.envelope(object_, self.id, self.created, self.model.name, self.fingerprint)
+    def _envelope(self, object_: str) -> responses.Json:
+        return responses.envelope(object_, self.id, self.created, self.generation.model.name, self.fingerprint)
 
     async def reply(self) -> bytes:
-        tally = Tally([self.prepared])
-        async with opened(self.door, self.model, [self.prepared]) as choices:
-            messages = [Message(choice, self.body) for choice in choices]
-            await together([message.read(tally) for message in messages])
-        reply = self.envelope("chat.completion")
-        reply |= {"choices": [message.choice() for message in messages], "usage": tally.usage()}
-        return orjson.dumps(reply | messages[0].about_prompt())
+        messages, usage = await self.generation.collect(lambda choice: Message(choice, self.body))
+        reply = {"choices": [message.choice() for message in messages], "usage": usage}
+        return orjson.dumps(self._envelope("chat.completion") | reply | messages[0].about_prompt())
 
     async def stream(self, writer: EventWriter) -> None:
-        tally = Tally([self.prepared])
-        async with opened(self.door, self.model, [self.prepared]) as choices:
-            await together([self._stream_one(choice, writer, tally) for choice in choices])
-        has_usage = usage_mode(self.body) != "none"
-        usage = usage_event(self.envelope("chat.completion.chunk"), tally.usage()) if has_usage else b""
-        await writer.write(usage + DONE, last=True)
-
-    async def _stream_one(self, choice: Choice, writer: EventWriter, tally: Tally) -> None:
-        chunks = Chunks(self.envelope("chat.completion.chunk"), choice, self.body)
-        mode = usage_mode(self.body)
-        async for delta in choice.deltas():
-            tally.add(choice, delta)
-            if events := chunks.render(delta, usage_member(mode, tally)):
-                await writer.write(events)
+        envelope = self._envelope("chat.completion.chunk")
+        await self.generation.write(writer, envelope, lambda choice: Chunks(envelope, choice, self.body))
 
 
 def prepare(door: Door, model: ServedModel, body: ChatCompletionRequest, fingerprint: str) -> Chat:
@@ -69,8 +50,9 @@ def prepare(door: Door, model: ServedModel, body: ChatCompletionRequest, fingerp
         InvalidRequestError: it can never be answered.
     """
     id_ = f"chatcmpl-{uuid.uuid4().hex}"
-    prepared = model.preprocessor.chat(body, id_)
-    return Chat(door=door, model=model, body=body, prepared=prepared, id=id_, fingerprint=fingerprint)
+    prompts = [model.preprocessor.chat(body, id_)]
+    generation = Generation(door=door, model=model, body=body, prompts=prompts)
+    return Chat(generation=generation, body=body, id=id_, fingerprint=fingerprint)
 
 
 @dataclass(slots=True)
@@ -96,12 +78,7 @@ class Message:
         self._token_ids: list[int] = []
         self._last = Delta()
 
-    async def read(self, tally: Tally) -> None:
-        async for delta in self._choice.deltas():
-            tally.add(self._choice, delta)
-            self._add(delta)
-
-    def _add(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         self._logprobs += delta.logprobs

@@ -12,52 +12,35 @@ import orjson
 
 from nanoserve.protocol import responses
 from nanoserve.protocol.openai import CompletionRequest
-from nanoserve.protocol.sse import DONE, ChunkTemplate, members, usage_event
+from nanoserve.protocol.sse import ChunkTemplate, members
 from nanoserve.serving.answer import EventWriter
 from nanoserve.serving.door import Door, ServedModel
-from nanoserve.serving.generation import Choice, Tally, opened, together, usage_member, usage_mode
+from nanoserve.serving.generation import Choice, Generation
 from nanoserve.text.logprobs import TokenText
 from nanoserve.text.postprocess import Delta
-from nanoserve.text.preprocess import PreparedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One request to this route, ready to be answered."""
 
-    door: Door
-    model: ServedModel
+    generation: Generation
     body: CompletionRequest
-    prompts: Sequence[PreparedRequest]
     id: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def envelope(self) -> responses.Json:
-        return responses.envelope("text_completion", self.id, self.created, self.model.name, self.fingerprint)
+    def _envelope(self) -> responses.Json:
+        name = self.generation.model.name
+        return responses.envelope("text_completion", self.id, self.created, name, self.fingerprint)
 
     async def reply(self) -> bytes:
-        tally = Tally(self.prompts)
-        async with opened(self.door, self.model, self.prompts) as choices:
-            texts = [Text(choice, self.body) for choice in choices]
-            await together([text.read(tally) for text in texts])
-        reply = self.envelope() | {"choices": [text.choice() for text in texts], "usage": tally.usage()}
-        return orjson.dumps(reply)
+        texts, usage = await self.generation.collect(lambda choice: Text(choice, self.body))
+        return orjson.dumps(self._envelope() | {"choices": [text.choice() for text in texts], "usage": usage})
 
     async def stream(self, writer: EventWriter) -> None:
-        tally = Tally(self.prompts)
-        async with opened(self.door, self.model, self.prompts) as choices:
-            await together([self._stream_one(choice, writer, tally) for choice in choices])
-        usage = usage_event(self.envelope(), tally.usage()) if usage_mode(self.body) != "none" else b""
-        await writer.write(usage + DONE, last=True)
-
-    async def _stream_one(self, choice: Choice, writer: EventWriter, tally: Tally) -> None:
-        chunks = Chunks(self.envelope(), choice, self.body)
-        mode = usage_mode(self.body)
-        async for delta in choice.deltas():
-            tally.add(choice, delta)
-            if events := chunks.render(delta, usage_member(mode, tally)):
-                await writer.write(events)
+        envelope = self._envelope()
+        await self.generation.write(writer, envelope, lambda choice: Chunks(envelope, choice, self.body))
 
 
 def prepare(door: Door, model: ServedModel, body: CompletionRequest, fingerprint: str) -> Completion:
@@ -68,7 +51,8 @@ def prepare(door: Door, model: ServedModel, body: CompletionRequest, fingerprint
     """
     id_ = f"cmpl-{uuid.uuid4().hex}"
     prompts = model.preprocessor.completion(body, id_)
-    return Completion(door=door, model=model, body=body, prompts=prompts, id=id_, fingerprint=fingerprint)
+    generation = Generation(door=door, model=model, body=body, prompts=prompts)
+    return Completion(generation=generation, body=body, id=id_, fingerprint=fingerprint)
 
 
 def _asked(body: CompletionRequest, choice: Choice, prompt_logprobs: Sequence[TokenText]) -> responses.Json:
@@ -93,14 +77,12 @@ class Text:
         self._token_ids: list[int] = []
         self._last = Delta()
 
-    async def read(self, tally: Tally) -> None:
-        async for delta in self._choice.deltas():
-            tally.add(self._choice, delta)
-            self._content.append(delta.content)
-            self._logprobs += delta.logprobs
-            self._prompt_logprobs += delta.prompt_logprobs
-            self._token_ids += delta.new_token_ids
-            self._last = delta
+    def add(self, delta: Delta) -> None:
+        self._content.append(delta.content)
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+        self._token_ids += delta.new_token_ids
+        self._last = delta
 
     def choice(self) -> responses.Json:
         has_logprobs = self._body.logprobs is not None

@@ -5,18 +5,18 @@ Invariant: whatever ends an answer (its last token, a fault, a client that left)
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import orjson
+from typing import Any, Protocol, TypeVar
 
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.request import GenerateRequest
 from nanoserve.protocol import responses
 from nanoserve.protocol.errors import OutputError
 from nanoserve.protocol.openai import GenerationBody
+from nanoserve.protocol.sse import DONE, members, usage_event
+from nanoserve.serving.answer import EventWriter
 from nanoserve.serving.door import Door, RequestStream, ServedModel
 from nanoserve.text.postprocess import ChoiceProcessor, Delta
 from nanoserve.text.preprocess import PreparedRequest
@@ -123,19 +123,68 @@ class Tally:
         return responses.usage(self._num_prompt_tokens, sum(self._num_completion_tokens.values()), num_cached)
 
 
-UsageMode = Literal["none", "last", "every"]
+class Reader(Protocol):
+    """Collects one choice's deltas for a plain reply."""
+
+    def add(self, delta: Delta) -> None: ...
 
 
-def usage_mode(body: GenerationBody) -> UsageMode:
-    """When a stream tells its usage: never, in a last chunk (null before it), or besides in every chunk."""
-    options = body.stream_options
-    if options is None or not options.include_usage:
-        return "none"
-    return "every" if options.continuous_usage_stats else "last"
+class Renderer(Protocol):
+    """Writes one choice's deltas as events; ``usage`` is the member that each chunk ends with."""
+
+    def render(self, delta: Delta, usage: bytes) -> bytes: ...
 
 
-def usage_member(mode: UsageMode, tally: Tally) -> bytes:
-    """The member that a chunk of this mode ends with."""
-    if mode == "every":
-        return b',"usage":' + orjson.dumps(tally.usage())
-    return b',"usage":null' if mode == "last" else b""
+AnyReader = TypeVar("AnyReader", bound=Reader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A request that was judged and may be run, once. Both ways to run it go over the same deltas."""
+
+    door: Door
+    model: ServedModel
+    body: GenerationBody
+    prompts: Sequence[PreparedRequest]
+
+    async def collect(self, reader_of: Callable[[Choice], AnyReader]) -> tuple[list[AnyReader], responses.Json]:
+        """Runs to the end: each choice's reader, and the usage."""
+        tally = Tally(self.prompts)
+
+        async def read(choice: Choice, reader: AnyReader) -> None:
+            async for delta in choice.deltas():
+                tally.add(choice, delta)
+                reader.add(delta)
+
+        async with opened(self.door, self.model, self.prompts) as choices:
+            readers = [reader_of(choice) for choice in choices]
+            await together([read(choice, reader) for choice, reader in zip(choices, readers, strict=True)])
+        return readers, tally.usage()
+
+    async def write(
+        self, writer: EventWriter, envelope: responses.Json, renderer_of: Callable[[Choice], Renderer]
+    ) -> None:
+        """Runs as events: the choices' chunks as they come, the usage where it was asked for, ``[DONE]``."""
+        tally = Tally(self.prompts)
+        usage_member = self._usage_member(tally)
+
+        async def write_one(choice: Choice) -> None:
+            renderer = renderer_of(choice)
+            async for delta in choice.deltas():
+                tally.add(choice, delta)
+                if events := renderer.render(delta, usage_member()):
+                    await writer.write(events)
+
+        async with opened(self.door, self.model, self.prompts) as choices:
+            await together([write_one(choice) for choice in choices])
+        last = usage_event(envelope, tally.usage()) if usage_member() else b""
+        await writer.write(last + DONE, last=True)
+
+    def _usage_member(self, tally: Tally) -> Callable[[], bytes]:
+        """What chunks say of the usage: nothing; null, since it comes last; or what it is now."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return lambda: b""
+        if not options.continuous_usage_stats:
+            return lambda: b',"usage":null'
+        return lambda: members(usage=tally.usage())

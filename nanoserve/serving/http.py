@@ -172,14 +172,14 @@ class Routes:
     async def _parse(self, request: Request, body_type: type[Body]) -> Body:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
-        return parse_body(raw, body_type)
+        return await self._beside_loop(request, parse_body, raw, body_type)
 
     async def _prepare(self, request: Request, prepare: Prepare[Sampled, Work], body: Sampled) -> Work:
-        """Template and tokenizer take milliseconds a page of text: a long one must not hold up the other streams."""
-        model = self._find(body.model)
-        if request.state.is_large:
-            return await asyncio.to_thread(prepare, self._door, model, body, self._fingerprint)
-        return prepare(self._door, model, body, self._fingerprint)
+        return await self._beside_loop(request, prepare, self._door, self._find(body.model), body, self._fingerprint)
+
+    async def _beside_loop(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
+        """Parsing and tokenizing take milliseconds a page of text: a long one must not hold up the other streams."""
+        return await asyncio.to_thread(work, *args) if request.state.is_large else work(*args)
 
     def _find(self, name: str | None, *, required: bool = True) -> ServedModel:
         """The model of this name; the only one when the route does not need a name."""

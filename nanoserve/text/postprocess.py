@@ -164,7 +164,12 @@ class _PromptEntries:
         self._next = 0
 
     def feed(self, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenText, ...]:
-        """All entries, once there are all; the engine sends those of every position but the first, in order."""
+        """All entries, once there are all; the engine sends those of every position but the first, in order.
+
+        A request that was moved to another engine may bring them again: they are not written twice.
+        """
+        if self._next == len(self._token_ids):
+            return ()
         if self._next == 0 and (entries or len(self._token_ids) == 1):
             self._append(None)
         for entry in entries:

@@ -88,10 +88,14 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer of {folder.name} cannot be loaded: {reason}") from error
         return cls(pretrained)
 
-    def encode(self, text: str, *, allow_special: bool) -> list[int]:
-        """Ids of a text. With ``allow_special``, names of special tokens in it become these tokens; else plain text."""
+    def encode(self, text: str, *, allow_special: bool, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text.
+
+        With ``allow_special``, names of special tokens in it become these tokens, and ``add_special_tokens`` adds those
+        that the tokenizer puts around every text (Qwen3's: none); without it everything is plain text.
+        """
         if allow_special:
-            return list(self._backend.encode(text).ids)
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -16,7 +16,6 @@ from nanoserve.text.tokenizer import Tokenizer
 from tests.checkpoints import SMALL_VOCAB, ScriptClash, eos_token_id, save, script_model, sens_model
 from tests.text.small_tokenizer import MARKUP, write_tokenizer
 
-
 # Of what the scripts say: a pair of tokens has one successor, so markup must be cut in more ways than one.
 _FRAGMENTS = (
     '{"name": "find_route", "arguments": {"from": "Łódź", "stops": [3, {"via": null}], "note": "a}b{c"}}',

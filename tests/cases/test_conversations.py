@@ -32,7 +32,8 @@ async def num_prompt_tokens(service: Any, messages: list[Any], **fields: Any) ->
 async def test_missing_content_of_an_assistant_is_empty(rig: Rig, serve: Serve) -> None:
     async with serve(rig.sens()) as service:
         lengths = set()
-        for assistant in ({"content": None}, {}, {"content": []}, {"content": "", "refusal": None, "audio": None}):
+        empty: list[dict[str, Any]] = [{"content": None}, {}, {"content": []}, {"content": "", "refusal": None}]
+        for assistant in empty:
             turn = {"role": "assistant", "tool_calls": [CALL]} | assistant
             lengths.add(await num_prompt_tokens(service, [ASK, turn, RESULT], tools=[ADD]))
         assert len(lengths) == 1

@@ -77,7 +77,8 @@ async def test_seeds(rig: Rig, serve: Serve) -> None:
 
 async def test_lengths(rig: Rig, serve: Serve) -> None:
     async with serve(rig.sens(), max_model_len=64) as service:
-        for prompt, max_tokens in (([97] * 64, 4), ([97] * 65, 1), ("word " * 40_000, 1)):
+        long: list[tuple[Any, int]] = [([97] * 64, 4), ([97] * 65, 1), ("word " * 40_000, 1)]
+        for prompt, max_tokens in long:
             error = await service.refuses(TEXT, prompt=prompt, max_tokens=max_tokens)
             assert error["code"] == "context_length_exceeded"
             assert "64" in error["message"]
@@ -126,7 +127,12 @@ async def test_a_chosen_default_keeps_to_its_best_tokens(rig: Rig, serve: Serve)
 async def test_tools_and_choices_that_mean_nothing_are_fine(rig: Rig, serve: Serve) -> None:
     tool = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
     async with serve(rig.sens()) as service:
-        for fields in ({"tools": []}, {"tools": None, "tool_choice": "auto"}, {"tool_choice": "none"}):
+        harmless: list[dict[str, Any]] = [
+            {"tools": []},
+            {"tools": None, "tool_choice": "auto"},
+            {"tool_choice": "none"},
+        ]
+        for fields in harmless:
             await service.same(**fields, max_tokens=1, temperature=0)
         await service.refuses(tools=[], tool_choice="required")
         await service.refuses(tools=[tool], tool_choice={"type": "function", "function": {"name": "nope"}})

@@ -69,7 +69,8 @@ async def test_a_prompt_can_be_scored_without_generating(rig: Rig, serve: Serve)
 
 async def test_chat_logprobs_have_their_own_shape(rig: Rig, serve: Serve) -> None:
     async with serve(rig.sens()) as service:
-        for top in ({}, {"top_logprobs": 0}):
+        tops: list[dict[str, Any]] = [{}, {"top_logprobs": 0}]
+        for top in tops:
             reply = await service.same(logprobs=True, **top, max_tokens=5, temperature=0, ignore_eos=True)
             entries = reply["choices"][0]["logprobs"]["content"]
             assert len(entries) == num_completion_tokens(reply) == 5
@@ -82,7 +83,7 @@ async def test_chat_logprobs_have_their_own_shape(rig: Rig, serve: Serve) -> Non
 
 async def test_top_logprobs_hold_the_chosen_token(rig: Rig, serve: Serve) -> None:
     async with serve(rig.sens()) as service:
-        fields = {"temperature": 0.7, "top_k": 1, "seed": 1, "max_tokens": 5, "ignore_eos": True}
+        fields: dict[str, Any] = {"temperature": 0.7, "top_k": 1, "seed": 1, "max_tokens": 5, "ignore_eos": True}
         reply = await service.same(logprobs=True, top_logprobs=4, **fields)
         for entry in reply["choices"][0]["logprobs"]["content"]:
             assert len(entry["top_logprobs"]) in (4, 5)

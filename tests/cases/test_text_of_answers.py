@@ -4,7 +4,7 @@ import pytest
 
 from tests.cases.conftest import Serve
 from tests.cases.rig import Rig, set_generation_config
-from tests.cases.service import CHAT, TEXT, content, finish, num_completion_tokens
+from tests.cases.service import CHAT, TEXT, content, counts, finish, num_completion_tokens
 from tests.serving.replies import events, refused
 
 WORDS = "Zürich \U0001f9f5 日本語 — naïve café ✅"
@@ -31,10 +31,10 @@ async def test_a_padding_id_is_no_text(rig: Rig, serve: Serve) -> None:
 
 async def test_random_tokens_decode_as_at_once(rig: Rig, serve: Serve) -> None:
     async with serve(rig.sens()) as service:
-        for seed in range(6):
-            fields = {"temperature": 1.5, "seed": seed, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+        for seed in range(3):
+            fields = {"temperature": 1.5, "seed": seed, "max_tokens": 120, "ignore_eos": True, "return_token_ids": True}
             choice = (await service.same(TEXT, prompt="x", **fields))["choices"][0]
-            assert len(choice["token_ids"]) == 200
+            assert len(choice["token_ids"]) == 120
             assert choice["text"] == rig.tokenizer.decode(choice["token_ids"])
 
 
@@ -107,7 +107,7 @@ async def test_usage_only_when_asked_and_equal_to_the_plain_reply(rig: Rig, serv
             *chunks, _ = await service.stream(path, **fields, stream_options=options)
             numbers = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert numbers == sorted(numbers)
-            assert chunks[-1]["usage"] == plain["usage"]
+            assert counts(chunks[-1]["usage"]) == counts(plain["usage"])
             response = await service.post(path, **fields, stream_options={"include_usage": True})
             refused(response, 400, "stream_options")
 

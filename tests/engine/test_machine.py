@@ -4,6 +4,7 @@ Two-token prompts, tiny pools and tiny budgets make prefix collisions, preemptio
 """
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,12 +24,18 @@ configs = st.builds(
     SchedulerConfig,
     num_blocks=st.integers(2, 12),
     block_size=st.integers(1, 4),
-    max_num_seqs=st.integers(1, 5),
-    max_num_batched_tokens=st.integers(1, 8),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 8) | st.just(30),
     max_model_len=st.integers(4, 40),
     enable_prefix_caching=st.booleans(),
 )
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+stems = st.sampled_from([(0,) * 9, (1,) * 9, (0, 1) * 5])
+prompts = st.builds(
+    lambda stem, length, tail: [*stem[:length], *tail],
+    stems,
+    st.integers(0, 10),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
 
 
 def weak_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -47,22 +54,30 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver = Driver(config, clock=lambda: self.now_s)
         self.aborted: set[str] = set()
 
-    @rule(data=st.data(), prompt=prompts, max_tokens=st.integers(0, 12) | st.none(), priority=st.integers(0, 2))
-    def add(self, data: st.DataObject, prompt: list[int], max_tokens: int | None, priority: int) -> None:
-        request = make_request(
-            f"r{len(self.driver.requests)}",
-            prompt,
+    @rule(prompt=prompts, copies=st.integers(1, 3), max_tokens=st.integers(1, 20))
+    def add_plain(self, prompt: list[int], copies: int, max_tokens: int) -> None:
+        """Several that differ in their last token only: they meet in the cache and compete for the pool."""
+        for i in range(copies):
+            self._add(prompt=[*prompt, i], max_tokens=max_tokens)
+
+    @rule(data=st.data(), prompt=prompts, max_tokens=st.integers(0, 12) | st.none())
+    def add_special(self, data: st.DataObject, prompt: list[int], max_tokens: int | None) -> None:
+        self._add(
+            prompt=prompt,
             max_tokens=max_tokens,
             min_tokens=data.draw(st.integers(0, 3 if max_tokens is None else min(3, max_tokens))),
             stop_token_ids=data.draw(st.sampled_from([(), (2,), (0, 2)])),
-            prompt_logprobs=data.draw(st.sampled_from([None, None, 0])),
+            prompt_logprobs=data.draw(st.sampled_from([None, 0])),
             logprobs=data.draw(st.sampled_from([None, 0])),
-            priority=priority,
-            adapter=data.draw(st.sampled_from([None, None, "a"])),
-            cache_salt=data.draw(st.sampled_from(["", "", "tenant"])),
-            deadline_s=data.draw(st.sampled_from([None, None, self.now_s + 3])),
-            num_prior_output_tokens=data.draw(st.sampled_from([0, 0, len(prompt) - 1])),
+            priority=data.draw(st.integers(0, 2)),
+            adapter=data.draw(st.sampled_from([None, "a"])),
+            cache_salt=data.draw(st.sampled_from(["", "tenant"])),
+            deadline_s=data.draw(st.sampled_from([None, self.now_s + 3])),
+            num_prior_output_tokens=data.draw(st.sampled_from([0, len(prompt) - 1])),
         )
+
+    def _add(self, prompt: list[int], **fields: Any) -> None:
+        request = make_request(f"r{len(self.driver.requests)}", prompt, **fields)
         if self._fits(request):
             self.driver.add(request)
         else:

@@ -75,6 +75,13 @@ def test_depth_is_bounded_before_anything_recurses() -> None:
     assert "nested too deeply" in refused(nested(MAX_DEPTH)).message
 
 
+def test_brackets_in_strings_are_no_depth() -> None:
+    text = json.dumps("[{" * 500 + '\\"' + "]" * 7)
+    assert parse_body((CHAT % f'"user": {text}').encode(), ChatCompletionRequest).user.startswith("[{[{")
+    wide = json.dumps([[]] * 500)
+    assert len(parse_body((CHAT % f'"user": {wide}').encode(), ChatCompletionRequest).user) == 500
+
+
 @pytest.mark.parametrize(
     "members, param, words",
     [

@@ -1,13 +1,21 @@
 """Bodies as real clients send them are accepted; wrong types are refused by name."""
 
-from typing import Any
+import json
+from typing import Any, TypeVar
 
 import pytest
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.protocol.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, parse_body
+from nanoserve.protocol.body import parse_body
+from nanoserve.protocol.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, RequestBody
+
+Model = TypeVar("Model", bound=RequestBody)
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def sent(model: type[Model], body: object) -> Model:
+    return parse_body(json.dumps(body).encode(), model)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +30,7 @@ HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 )  # fmt: skip
 def test_a_wrong_type_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_body(ChatCompletionRequest, HI | {field: value})
+        sent(ChatCompletionRequest, HI | {field: value})
     assert caught.value.param == field
     assert field in caught.value.message
     assert "\n" not in caught.value.message
@@ -32,7 +40,7 @@ def test_a_wrong_type_is_refused_by_name(field: str, value: Any) -> None:
 @pytest.mark.parametrize("body", [[], "x", None, 7])
 def test_a_body_is_an_object(body: object) -> None:
     with pytest.raises(InvalidRequestError, match="JSON object"):
-        parse_body(ChatCompletionRequest, body)
+        sent(ChatCompletionRequest, body)
 
 
 def test_a_missing_field_is_named() -> None:
@@ -42,13 +50,13 @@ def test_a_missing_field_is_named() -> None:
         (DetokenizeRequest, "tokens"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            parse_body(model, {"model": "m"})
+            sent(model, {"model": "m"})
         assert caught.value.param == name
 
 
 def test_null_is_like_leaving_out() -> None:
     names = [name for name in ChatCompletionRequest.model_fields if name not in ("messages", "model")]
-    assert parse_body(ChatCompletionRequest, HI | dict.fromkeys(names)) == parse_body(ChatCompletionRequest, HI)
+    assert sent(ChatCompletionRequest, HI | dict.fromkeys(names)) == sent(ChatCompletionRequest, HI)
 
 
 def test_unknown_fields_and_any_user_are_accepted() -> None:
@@ -59,5 +67,5 @@ def test_unknown_fields_and_any_user_are_accepted() -> None:
         "user": {"name": "kim"},
         "num_ctx": 1,
     }
-    assert parse_body(ChatCompletionRequest, HI | extra).messages == HI["messages"]
-    assert parse_body(ChatCompletionRequest, HI | {"user": 7, "temperature": 1}).temperature == 1.0
+    assert sent(ChatCompletionRequest, HI | extra).messages == HI["messages"]
+    assert sent(ChatCompletionRequest, HI | {"user": 7, "temperature": 1}).temperature == 1.0

@@ -42,12 +42,13 @@ def test_many_cold_copies_of_one_prompt() -> None:
 
 
 def test_an_earlier_grant_does_not_evict_the_block_that_a_later_one_counted_as_a_hit() -> None:
-    """The first newcomer needs every uncached block and the LRU one; the second counts on just that one."""
-    driver = Driver(make_config(num_blocks=4, max_num_seqs=2, max_num_batched_tokens=64))
+    """Three blocks, all cached. The first newcomer's fresh block would be the LRU one, the second one's only hit."""
+    driver = Driver(make_config(num_blocks=3, max_num_batched_tokens=64))
     run_one(driver, "old", [0, 1, 0, 1, 2], max_tokens=1)
-    driver.add(make_request("first", [2] * 8, max_tokens=1))
+    run_one(driver, "newer", [2] * 8, max_tokens=1)
+    driver.add(make_request("first", [1] * 4, max_tokens=1))
     driver.add(make_request("second", [0, 1, 0, 1, 2], max_tokens=1))
-    driver.step()
+    assert len(driver.step().outputs) == 2, "both fit"
     driver.run()
     assert driver.num_cached["second"] == 4
 
@@ -95,6 +96,21 @@ def test_a_request_preempted_at_any_length_around_a_block_border_resumes(num_pro
     driver = Driver(make_config(num_blocks=5, max_num_batched_tokens=64))
     driver.add(make_request("old", 4, max_tokens=14))
     driver.add(make_request("young", [(i * i) % 3 for i in range(num_prompt_tokens)], max_tokens=8))
+    driver.run()
+
+
+def test_blocks_that_a_victim_shares_do_not_come_free() -> None:
+    """Two decodes need a block each; the victim shares its prefix with one, so it yields one block, not three."""
+    driver = Driver(make_config(num_blocks=7, max_num_batched_tokens=64))
+    driver.add(make_request("a", [0] * 8, max_tokens=8))
+    driver.add(make_request("b", [1] * 8, max_tokens=8))
+    driver.step()
+    driver.add(make_request("victim", [0] * 9, max_tokens=8))
+    driver.step()
+    assert driver.num_cached.get("victim") == 8
+    while not driver.core.scheduler.stats().num_preemptions_total:
+        driver.step()
+    assert [request.request_id for request in driver.executor.plans[-1].scheduled] == ["a"]
     driver.run()
 
 
@@ -200,17 +216,17 @@ def test_a_continued_request_counts_what_it_generated_before() -> None:
     assert run_one(driver, "over", (*prompt, *whole), max_tokens=5, num_prior_output_tokens=5) == []
 
 
-def test_prompt_scores_delivered_before_a_preemption_are_not_delivered_twice() -> None:
-    """The young one is preempted in the middle of scoring; it neither repeats nor skips a position."""
-    driver = Driver(make_config(num_blocks=7, max_num_batched_tokens=4))
-    driver.add(make_request("old", [0] * 4, max_tokens=12))
+@pytest.mark.parametrize("caching", [True, False])
+def test_prompt_scores_delivered_before_a_preemption_are_not_delivered_twice(caching: bool) -> None:
+    """The young one is preempted after 15 scores, in the middle of a block; it neither repeats nor skips any."""
+    driver = Driver(make_config(num_blocks=7, max_num_batched_tokens=4, enable_prefix_caching=caching))
+    driver.add(make_request("old", [0] * 3, max_tokens=12))
     driver.step()
     driver.add(make_request("young", [1] * 20, max_tokens=2, prompt_logprobs=0))
-    driver.step()
-    driver.step()
-    assert 0 < len(driver.answers["young"].prompt_logprobs) < 19
+    while not driver.core.scheduler.stats().num_preemptions_total:
+        driver.step()
+    assert len(driver.answers["young"].prompt_logprobs) == 15
     driver.run()
-    assert driver.core.scheduler.stats().num_preemptions_total > 0
 
 
 def test_a_scored_prompt_is_computed_even_when_it_is_cached() -> None:
@@ -438,3 +454,19 @@ def test_equal_calls_give_equal_plans() -> None:
         return driver.executor.plans
 
     assert plans() == plans()
+
+
+def test_what_the_executor_says_of_one_request_ends_that_one_only() -> None:
+    scheduler = Scheduler(make_config())
+    for request_id in ("broken", "fine"):
+        scheduler.add(make_request(request_id, 3))
+    plan = scheduler.schedule()
+    error = ("invalid_request_error", "no")
+    sampled = {"broken": SampledTokens(error=error), "fine": SampledTokens(token_ids=(1,))}
+    outputs = {
+        o.request_id: o for o in scheduler.update(plan, ModelRunnerOutput(step_id=plan.step_id, sampled=sampled))
+    }
+    assert (outputs["broken"].finish_reason, outputs["broken"].error) == (FinishReason.ERROR, error)
+    assert outputs["fine"].finish_reason is None
+    scheduler.check_invariants()
+    assert scheduler.schedule().released_request_ids == ("broken",)

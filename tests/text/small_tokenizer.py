@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, fragments:
     backend.decoder = decoders.ByteLevel()
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     in_words = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"), as_bytes])
-    limit = {"max_token_length": 5} if fragments else {}
+    limit: dict[str, Any] = {"max_token_length": 5} if fragments else {}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=480 if fragments else 420, initial_alphabet=alphabet, show_progress=False, **limit

@@ -215,6 +215,15 @@ def test_echo_puts_the_prompt_and_its_entries_first(tokenizer: Tokenizer) -> Non
     assert all(echoed(tokenizer, prompt, cut) == (text, entries) for cut in range(len(prompt)))
 
 
+def test_prompt_entries_that_come_again_are_not_written_twice(tokenizer: Tokenizer) -> None:
+    policy = OutputPolicy(echo=True, logprobs=0, prompt_text="say it")
+    prompt = encoded(tokenizer, "say it")
+    request = GenerateRequest(request_id="r-0", prompt_token_ids=tuple(prompt), sampling=SamplingParams())
+    processor = ChoiceProcessor(tokenizer, policy, request)
+    output = RequestOutput(request_id="r-0", prompt_logprobs=tuple(TokenLogprobs(i, -1.0, 1) for i in prompt[1:]))
+    assert [len(processor.feed(output).logprobs) for _ in range(3)] == [len(prompt), 0, 0]
+
+
 def test_one_prompt_token_has_one_entry(tokenizer: Tokenizer) -> None:
     text, entries = echoed(tokenizer, encoded(tokenizer, "a"), 0)
     assert (text, [logprob for _, logprob, _ in entries]) == ("ax", [None, -1.0])

@@ -7,16 +7,17 @@ import pytest
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.request import GenerateRequest
+from nanoserve.core.sampling import SamplingParams
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse_body,
 )
 from nanoserve.text.defaults import GenerationDefaults
 from nanoserve.text.policy import Thinking
-from nanoserve.text.preprocess import MAX_PROMPTS, ModelLimits, PreparedRequest, Preprocessor
+from nanoserve.text.preprocess import ModelLimits, PreparedRequest, Preprocessor
+from nanoserve.text.prompts import MAX_PROMPTS
 from nanoserve.text.tokenizer import Tokenizer
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "say it"}]}
@@ -28,11 +29,11 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "Out", "strict": True, 
 
 
 def chat(preprocessor: Preprocessor, **fields: Any) -> PreparedRequest:
-    return preprocessor.chat(parse_body(ChatCompletionRequest, HI | fields), "r")
+    return preprocessor.chat(ChatCompletionRequest.model_validate(HI | fields), "r")
 
 
 def completions(preprocessor: Preprocessor, prompt: Any = "x", **fields: Any) -> list[PreparedRequest]:
-    return preprocessor.completion(parse_body(CompletionRequest, {"prompt": prompt} | fields), "r")
+    return preprocessor.completion(CompletionRequest.model_validate({"prompt": prompt} | fields), "r")
 
 
 def only(prepared: PreparedRequest) -> GenerateRequest:
@@ -332,18 +333,46 @@ def test_forms_become_grammars(preprocessor: Preprocessor, fields: dict[str, Any
 
 
 def test_tokenize_and_detokenize(preprocessor: Preprocessor, tokenizer: Tokenizer, limits: ModelLimits) -> None:
-    ids = preprocessor.tokenize(parse_body(TokenizeRequest, {"prompt": "a<|im_end|>"}))
+    ids = preprocessor.tokenize(TokenizeRequest.model_validate({"prompt": "a<|im_end|>"}))
     assert ids[-1] == tokenizer.id_of("<|im_end|>")
-    assert preprocessor.detokenize(parse_body(DetokenizeRequest, {"tokens": list(ids)})) == "a<|im_end|>"
+    assert preprocessor.detokenize(DetokenizeRequest.model_validate({"tokens": list(ids)})) == "a<|im_end|>"
     hidden = {"tokens": [*ids, limits.vocab_size - 1], "skip_special_tokens": True}
-    assert preprocessor.detokenize(parse_body(DetokenizeRequest, hidden)) == "a"
+    assert preprocessor.detokenize(DetokenizeRequest.model_validate(hidden)) == "a"
     assert (
-        preprocessor.tokenize(parse_body(TokenizeRequest, {"messages": HI["messages"]}))
+        preprocessor.tokenize(TokenizeRequest.model_validate({"messages": HI["messages"]}))
         == chat(preprocessor).prompt_token_ids
     )
     for body in ({}, {"prompt": "a", "messages": HI["messages"]}, {"prompt": "\ud83d"}):
         with pytest.raises(InvalidRequestError):
-            preprocessor.tokenize(parse_body(TokenizeRequest, body))
+            preprocessor.tokenize(TokenizeRequest.model_validate(body))
     for tokens in ([limits.vocab_size], [-1], [True], ["x"], [2**70]):
         with pytest.raises(InvalidRequestError):
-            preprocessor.detokenize(parse_body(DetokenizeRequest, {"tokens": tokens}))
+            preprocessor.detokenize(DetokenizeRequest.model_validate({"tokens": tokens}))
+
+
+def test_offline_callers_meet_the_same_limits(preprocessor: Preprocessor) -> None:
+    params = SamplingParams(max_tokens=3, stop="x")
+    assert preprocessor.prompt("hi", params, "r").policy.stop == ("x",)
+    hi = [{"role": "user", "content": "hi"}]
+    assert preprocessor.conversation(hi, params, "r").prompt_text is not None
+    for prompt in ("", [], "bad \ud83d", [10**6]):
+        with pytest.raises(InvalidRequestError):
+            preprocessor.prompt(prompt, params, "r")
+    for messages in ([], [{"role": "user", "content": "bad \ud83d"}], [{"role": "wizard", "content": "hi"}]):
+        with pytest.raises(InvalidRequestError):
+            preprocessor.conversation(messages, params, "r")
+
+
+def test_around_a_tokenized_text_nothing_is_put_unless_wanted(
+    preprocessor: Preprocessor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def encode(_: str, *, allow_special: bool, add_special_tokens: bool) -> list[int]:
+        asked.append(allow_special and add_special_tokens)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    for field in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        preprocessor.tokenize(TokenizeRequest.model_validate({"prompt": "a"} | field))
+    assert asked == [True, True, False]

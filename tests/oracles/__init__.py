@@ -1,0 +1,1 @@
+"""Slow, obvious versions of fast things."""
