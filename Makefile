@@ -5,7 +5,7 @@ PORT ?= 8000
 ARGS ?=
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" 2>/dev/null && echo $$name && break; done)
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.lock \
+PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check -c requirements.lock \
 	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 .PHONY: help serve test test-slow lint format demo-model demo-eval lock clean

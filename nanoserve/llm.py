@@ -172,7 +172,11 @@ class LLM:
         try:
             while True:
                 for output in self._step():
+                    if output.request_id != request.request_id:  # the last word of an earlier, aborted one
+                        continue
                     delta = processor.feed(output)
+                    if delta.error is not None:
+                        raise EngineDeadError(delta.error[1])
                     yield delta
                     if delta.finish_reason is not None:
                         return

@@ -8,7 +8,6 @@ from typing import Any, TextIO
 
 from nanoserve.cli.conversation import HttpTalker, LocalTalker, Talker
 from nanoserve.cli.engine_flags import add_engine_flags, engine_settings
-from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 
 _HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit leaves; Ctrl-C stops an answer."
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         talker: Talker = HttpTalker(options.url, options.model, key)
     else:
         settings = {name: value for name, value in engine_settings(options).items() if name != "seed"}
-        talker = LocalTalker(EngineArgs(**settings))
+        talker = LocalTalker(**settings)
     Conversation(talker, sampling_settings(options), options.system).talk()
     return 0
 

@@ -1,13 +1,11 @@
 """Someone to talk to: a model in this process, or a service over HTTP. Both stream (reasoning, content) pieces."""
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nanoserve.core.config import EngineArgs
-from nanoserve.core.errors import EngineDeadError, InvalidRequestError, NanoserveError, UnavailableError
+from nanoserve.core.errors import InvalidRequestError, NanoserveError, UnavailableError
 
 Message = Mapping[str, str]
 
@@ -28,53 +26,21 @@ class Talker(Protocol):
 class LocalTalker:
     """A model in this process: no Ray, no HTTP. Owns the engine."""
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, **settings: Any) -> None:
         """
         Raises:
-            ConfigError, CheckpointError: the model cannot be loaded with these settings.
+            ConfigError, CheckpointError: the model cannot be loaded with these settings, those of ``LLM``.
         """
-        from nanoserve.engine.core import EngineCore
-        from nanoserve.model.build import build
-        from nanoserve.model.folder import resolve_model
-        from nanoserve.text.defaults import GenerationDefaults
-        from nanoserve.text.preprocess import ModelLimits, Preprocessor
-        from nanoserve.text.tokenizer import Tokenizer
+        from nanoserve.llm import LLM
 
-        loaded, folder = build(args), resolve_model(args.model)
-        counts = loaded.scheduler
-        limits = ModelLimits(
-            max_model_len=counts.max_model_len,
-            vocab_size=loaded.info.vocab_size,
-            max_kv_tokens=counts.num_blocks * counts.block_size,
-        )
-        self._core = EngineCore(loaded.runner, counts, cache_salt=args.model)
-        self._tokenizer = Tokenizer.load(folder)
-        defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
-        self._preprocessor = Preprocessor(self._tokenizer, limits, defaults)
-        self._model = args.model
+        self._llm = LLM(**settings)
 
     def stream(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[Piece]:
-        from nanoserve.protocol.openai import ChatCompletionRequest
-        from nanoserve.text.postprocess import ChoiceProcessor
-
-        body = ChatCompletionRequest.model_validate({"model": self._model, "messages": list(messages)} | dict(settings))
-        prepared = self._preprocessor.chat(body, uuid.uuid4().hex)
-        (request,) = prepared.choices
-        processor = ChoiceProcessor(self._tokenizer, prepared.policy, request)
-        self._core.add(request)
-        try:
-            while True:
-                for output in self._core.step().outputs:
-                    if output.request_id != request.request_id:
-                        continue
-                    delta = processor.feed(output)
-                    yield Piece(delta.reasoning, delta.content)
-                    if delta.error is not None:
-                        raise EngineDeadError(delta.error[1])
-                    if delta.finish_reason is not None:
-                        return
-        finally:
-            self._core.abort(request.request_id)
+        given = dict(settings)
+        template = given.pop("chat_template_kwargs", None)
+        params = replace(self._llm.get_default_sampling_params(), **({"max_tokens": None} | given))
+        for delta in self._llm.stream_chat(messages, params, chat_template_kwargs=template):
+            yield Piece(delta.reasoning, delta.content)
 
 
 class HttpTalker:

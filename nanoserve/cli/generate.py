@@ -6,7 +6,6 @@ import sys
 from nanoserve.cli.chat import add_sampling_flags, sampling_settings
 from nanoserve.cli.conversation import LocalTalker
 from nanoserve.cli.engine_flags import add_engine_flags, engine_settings
-from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import ConfigError
 
 
@@ -24,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     if not prompt.strip():
         raise ConfigError("The prompt is empty.")
     settings = {name: value for name, value in engine_settings(options).items() if name != "seed"}
-    talker = LocalTalker(EngineArgs(**settings))
+    talker = LocalTalker(**settings)
     for piece in talker.stream([{"role": "user", "content": prompt}], sampling_settings(options)):
         for text, sink in ((piece.reasoning, sys.stderr), (piece.content, sys.stdout)):
             sink.write(text)

@@ -87,11 +87,13 @@ class SampledTokens(NamedTuple):
 
     ``token_ids``: sampled now, several when drafts were accepted. ``logprobs``: one entry a token when asked for.
     ``prompt_logprobs``: one entry for each scored prompt position, in order: the entry of position p is of token p + 1.
+    ``error``: (type, message) of what ends this request alone, such as a grammar that grew too complex.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ A matcher is rebuilt from the tokens sampled so far whenever a request is admitt
 state of their own.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoserve.core.errors import ConfigError
+from nanoserve.core.errors import ConfigError, InvalidRequestError
 from nanoserve.core.plan import AdmittedState, SampledTokens, ScheduledRequest
 from nanoserve.core.request import Grammar
 
@@ -44,8 +45,9 @@ class GrammarTokenizer:
             if not self._path.is_file():
                 raise ConfigError(f"Structured outputs need {self._path.name}, which this checkpoint does not have.")
             text = self._path.read_text(encoding="utf-8")
-            tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
-            self._loaded[eos_token_ids] = tokenizer
+            num_tokens = _count_tokens(text)  # an EOS id among the padding rows has no text and is refused there
+            eos = [token_id for token_id in eos_token_ids if token_id < num_tokens]
+            self._loaded[eos_token_ids] = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos or None)
         return self._loaded[eos_token_ids]
 
 
@@ -54,18 +56,19 @@ class GrammarMatcher:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        if matcher.is_error():  # checked at the door with the same library, so only a bug gets here
-            raise RuntimeError(f"grammar does not compile: {matcher.get_error()}")
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can bind no longer: it does not compile with this vocabulary, or grew beyond all limits."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
 
     def fill(self, row: Tensor) -> bool:
         """Write the allowed tokens as bits, lowest first, into ``row`` (int32 ``[ceil(vocab_size / 32)]``).
 
-        False: nothing is written and everything is allowed, since the grammar was left (a forced token broke it, or it
-        grew beyond the library's limits).
+        False when there is an ``error``; nothing useful is written then.
         """
-        if self._matcher.is_error():
-            return False
-        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         return not self._matcher.is_error()
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -135,8 +138,19 @@ class GrammarTable:
         matcher.rollback(num_taken)
         return masks
 
-    def accept(self, sampled: Mapping[str, SampledTokens]) -> None:
-        """Move the matchers on by the tokens of a step."""
+    def accept(self, sampled: dict[str, SampledTokens]) -> None:
+        """Move the matchers on by the tokens of a step; a request whose grammar failed gets its error instead."""
         for request_id, matcher in self._matchers.items():
-            if request_id in sampled:
-                matcher.accept(sampled[request_id].token_ids)
+            if request_id not in sampled:
+                continue
+            matcher.accept(sampled[request_id].token_ids)
+            if matcher.error is not None:
+                message = f"The grammar cannot be followed: {' '.join(matcher.error.split())[:300]}"
+                sampled[request_id] = SampledTokens(error=(InvalidRequestError.type, message))
+
+
+def _count_tokens(tokenizer_json: str) -> int:
+    """One more than the last id that the tokenizer knows."""
+    parsed = json.loads(tokenizer_json)
+    added = [token["id"] for token in parsed.get("added_tokens", ())]
+    return 1 + max(*parsed["model"]["vocab"].values(), *added, -1)

@@ -150,9 +150,7 @@ class ModelRunner:
                 first = end - request.num_logits
                 entries = self._score(request, hidden[first : first + num_scored])
                 own = sampled.get(request.request_id, SampledTokens())
-                sampled[request.request_id] = SampledTokens(
-                    token_ids=own.token_ids, logprobs=own.logprobs, prompt_logprobs=entries
-                )
+                sampled[request.request_id] = own._replace(prompt_logprobs=entries)
 
     def _score(self, request: ScheduledRequest, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         state = self._states[request.request_id]

@@ -332,6 +332,8 @@ class Scheduler:
 
     def _account(self, sequence: Sequence, request: ScheduledRequest, sampled: SampledTokens) -> RequestOutput | None:
         """Advance one sequence by its share of the step; its news, if there are any. Hot: once a request and step."""
+        if sampled.error is not None:
+            return self._fail(sequence, sampled.error)
         token_ids = sampled.token_ids
         sequence.num_computed_tokens += len(request.token_ids)
         if len(token_ids) == request.num_samples == 1:
@@ -356,6 +358,11 @@ class Scheduler:
         return RequestOutput(
             sequence.request_id, token_ids, finish_reason, stop_token_id, logprobs, scores, sequence.num_cached_tokens
         )
+
+    def _fail(self, sequence: Sequence, error: tuple[str, str]) -> RequestOutput:
+        self._num_finished += 1
+        self._close(sequence)
+        return RequestOutput(sequence.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _end_late(self) -> None:
         for sequence in self._deadlines.pop_late(self._clock(), self._sequences):

@@ -23,7 +23,7 @@ from nanoserve.core.errors import EngineDeadError, NanoserveError, QueueFullErro
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
 from nanoserve.routing.policy import EngineLoad, rank
-from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Submit, merge
+from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class DoorConfig:
     max_attempts: int = 3
     suspect_after_s: float = 2.5
     dead_after_s: float = 10.0
+    ping_after_s: float = 2.0
     hello_timeout_s: float = 2.0
     readopt_after_s: float = 10.0
 
@@ -92,6 +93,7 @@ class Peer:
 
     peer_id: str
     heard_s: float
+    told_s: float = 0.0
     state: PeerState = PeerState.NEW
     card: EngineCard | None = None
     seq: int = 0
@@ -272,6 +274,13 @@ class FeedDoor:
         for stream in list(self._open):
             self._fail(stream, UnavailableError("The service is shutting down before the answer was finished."))
 
+    def leave(self) -> None:
+        """This process ends: let go of the engines, so that none waits for this door."""
+        for peer in self.peers:
+            self._close_peer(peer)
+        for task in self._tasks:
+            task.cancel()
+
     # ---- membership
 
     def set_members(self, listed: frozenset[str]) -> None:
@@ -442,7 +451,7 @@ class FeedDoor:
     async def _send_all(self, peer: Peer) -> None:
         """One call at a time, so that an abort never overtakes its submit; what comes meanwhile goes with the next."""
         while peer.queue and peer.state is not PeerState.CLOSED:
-            peer.in_flight, peer.queue = peer.queue, []
+            peer.in_flight, peer.queue, peer.told_s = peer.queue, [], self._clock()
             try:
                 async with asyncio.timeout(self._config.dead_after_s):
                     answers = await self._transport.ctl(peer.peer_id, [call.op for call in peer.in_flight])
@@ -462,7 +471,7 @@ class FeedDoor:
             call.done.set_exception(answer)
             return
         # Booked here and not by the waiting coroutine: the engine may be lost before that one runs again.
-        if (stream := peer.streams.get(_request_id(call.op))) is not None:
+        if isinstance(call.op, Submit) and (stream := peer.streams.get(call.op.request.request_id)) is not None:
             stream.accepted = True
         call.done.set_result(None)
 
@@ -542,6 +551,8 @@ class FeedDoor:
             for peer in self.peers:
                 if late_s > period_s:
                     peer.heard_s += late_s
+                if peer.card and now_s - peer.told_s > self._config.ping_after_s:
+                    self._send(peer, _Call(Ping()))
                 if peer.card and now_s - peer.heard_s > self._config.dead_after_s:
                     self._lose(peer, f"It has not been heard of for {now_s - peer.heard_s:.0f} s.")
 
@@ -567,7 +578,3 @@ class FeedDoor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _request_id(op: Op) -> str:
-    return op.request.request_id if isinstance(op, Submit) else op.request_id

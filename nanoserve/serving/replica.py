@@ -7,6 +7,7 @@ engine's thread calls once a step to hand its update over with one wake-up of th
 import asyncio
 import logging
 import os
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,12 +18,13 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.serving.wire import EngineCard, FeedItem, Hello, Op, Submit
+from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
 logger = logging.getLogger(__name__)
 
 RING_ITEMS = 4096
 HEARTBEAT_S = 0.5
+DOOR_TIMEOUT_S = 10.0
 
 
 class Update(Protocol):
@@ -63,6 +65,7 @@ class _Outbox:
 
     items: deque[FeedItem] = field(default_factory=lambda: deque(maxlen=RING_ITEMS))
     seq: int = 0
+    heard_s: float = field(default_factory=time.monotonic)
     reader: object | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     grace: asyncio.TimerHandle | None = None
@@ -98,6 +101,7 @@ class EngineReplica:
         self._outboxes: dict[str, _Outbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
+        self._beat_s = 0.0
         # Ray sets OMP_NUM_THREADS to the CPUs it reserved, which is one: the engine must be told.
         args = replace(args, num_threads=args.num_threads or max(1, _num_cores() // num_siblings))
         self._engine, self._card = make_engine(args, self._on_step)
@@ -132,6 +136,7 @@ class EngineReplica:
         self._start()
         if door_id not in self._outboxes:
             self._detach(door_id, self._outboxes.setdefault(door_id, _Outbox()))
+        self._outboxes[door_id].heard_s = time.monotonic()
         return [self._apply(door_id, op) for op in ops]
 
     async def check_health(self) -> None:
@@ -155,6 +160,7 @@ class EngineReplica:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._engine.start()
+            self._beat_s = time.monotonic()
             self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     def _on_step(self, update: Update) -> None:
@@ -174,15 +180,27 @@ class EngineReplica:
             outbox.push(tuple(by_door.get(door_id, ())), update.stats, health)
 
     def _heartbeat(self) -> None:
-        """Says that this loop lives and how the engine is, also while the engine's thread is silent."""
+        """Says that this loop lives and how the engine is, also while the engine's thread is silent.
+
+        A door that is silent itself has died without a word to Serve (its feed would hold up a drain): it is dropped,
+        unless the silence was a pause of this loop.
+        """
         assert self._loop is not None
+        now_s = time.monotonic()
+        late_s, self._beat_s = now_s - self._beat_s - HEARTBEAT_S, now_s
         self._loop.call_later(HEARTBEAT_S, self._heartbeat)
         health = self._engine.health()
-        for outbox in self._outboxes.values():
+        for door_id, outbox in list(self._outboxes.items()):
+            outbox.heard_s += late_s if late_s > HEARTBEAT_S else 0.0
             outbox.push((), self._stats, health)
+            if now_s - outbox.heard_s > DOOR_TIMEOUT_S:
+                outbox.reader = None
+                self._forget(door_id)
 
     def _apply(self, door_id: str, op: Op) -> NanoserveError | None:
-        if not isinstance(op, Submit):
+        if isinstance(op, Ping):
+            return None
+        if isinstance(op, Abort):
             self._owners.pop(op.request_id, None)
             self._engine.abort(op.request_id)
             return None
@@ -202,6 +220,7 @@ class EngineReplica:
         resumed = engine_id == self._card.engine_id and outbox.can_resume(seq)
         if not resumed:
             self._abort_all(door_id)
+        outbox.heard_s = time.monotonic()
         outbox.wake.set()
         return outbox, resumed
 

@@ -56,6 +56,11 @@ class Router:
         """What only this router can tell, for another one's ``/metrics``."""
         return self._metrics.door_families(self._door.num_open if self._door else 0)
 
+    def __del__(self) -> None:
+        """Serve calls it on this replica's loop when its last request has ended."""
+        if (door := getattr(self, "_door", None)) is not None:
+            door.leave()
+
     async def _scrape(self) -> bytes:
         assert self._door is not None
         families = list(self._metrics.engine_families(self._door.peers))

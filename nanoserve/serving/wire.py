@@ -1,6 +1,7 @@
 """What doors and engines say to each other: plain frozen values, pickled by Serve's handles.
 
-Down: ``Submit`` and ``Abort``, several in one call. Up: one ``Hello``, then lists of ``FeedItem``, one item a step."""
+Down: ``Submit``, ``Abort`` and ``Ping``, several in one call. Up: one ``Hello``, then lists of ``FeedItem``, one item a
+step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,12 @@ class Abort:
     request_id: str
 
 
-Op = Submit | Abort
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """This door lives, though it has nothing to say."""
+
+
+Op = Submit | Abort | Ping
 
 
 @dataclass(frozen=True, slots=True)

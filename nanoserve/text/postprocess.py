@@ -118,7 +118,7 @@ class ChoiceProcessor:
         return shown, None
 
     def _finish_text(self, text: str) -> tuple[str, str | None]:
-        tail, stop = self._stops.feed(self._detokenizer.finish(), armed=self._num_tokens >= self._min_tokens)
+        tail, stop = self._stops.feed(self._detokenizer.finish())
         return text + tail + ("" if stop else self._stops.finish()), stop
 
     def _split(self, text: str) -> tuple[str, str, tuple[ToolCallDelta, ...]]:

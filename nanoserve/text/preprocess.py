@@ -268,6 +268,11 @@ class Preprocessor:
         param = origin.param
         if not prompt.token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty.", param=param)
+        if grammar is not None and params.min_tokens:
+            raise InvalidRequestError(
+                "`min_tokens` cannot be combined with an answer of a given form, which ends when it is complete.",
+                param="min_tokens",
+            )
         num_prompt = len(prompt.token_ids)
         self._reader.check_length(num_prompt, param, max_tokens=params.max_tokens)
         room = self._limits.max_tokens - num_prompt

@@ -75,7 +75,7 @@ class Rig:
         ``split``: the seed of a random cut into tokens, characters cut in two included; None is the usual cut.
         """
         rng = random.Random(split)
-        for _ in range(500):
+        for _ in range(3000):
             ids = self._cut(text, rng if split is not None else None)
             try:
                 return self.script_ids(ids, trigger=self.trigger(thinking=thinking), loop=loop), ids

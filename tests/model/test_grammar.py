@@ -120,7 +120,28 @@ def test_samples_after_drafts_are_masked_as_if_the_drafts_were_accepted(vocabula
     assert table.allowed([one], [0]) is None
 
 
-def test_a_token_that_breaks_the_grammar_sets_the_request_free(vocabulary: GrammarTokenizer) -> None:
-    matcher = vocabulary.matcher(Grammar(grammar_text(StructuredOutputs(regex="ok")), (EOS,)))
-    matcher.accept(b"x")
-    assert not matcher.fill(torch.zeros((VOCAB + 31) // 32, dtype=torch.int32))
+def test_a_grammar_that_fails_ends_its_request_alone(vocabulary: GrammarTokenizer) -> None:
+    table = GrammarTable(vocabulary)
+    texts = {"good": grammar_text(StructuredOutputs(regex="ok")), "bad": "start: nowhere"}
+    for request_id, text in texts.items():
+        state = AdmittedState(
+            token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams(), grammar=Grammar(text, (EOS,))
+        )
+        table.admit(request_id, state)
+    plan = [
+        ScheduledRequest(request_id=request_id, token_ids=(1,), num_computed_tokens=0, num_samples=1)
+        for request_id in texts
+    ]
+    masked = table.allowed(plan, [0, 1])
+    assert masked is not None
+    assert masked[0].tolist() == [0]
+    sampled = {request_id: SampledTokens(token_ids=(ord("o"),)) for request_id in (*texts, "free")}
+    table.accept(sampled)
+    assert [sampled[name].error is None for name in ("good", "bad", "free")] == [True, False, True]
+    assert "nowhere" in (sampled["bad"].error or ("", ""))[1]
+
+
+def test_end_ids_among_the_padding_rows_are_left_out(vocabulary: GrammarTokenizer) -> None:
+    grammar = Grammar(grammar_text(StructuredOutputs(regex="ok")), (EOS, VOCAB - 1))
+    matcher = vocabulary.matcher(grammar, list(b"ok"))
+    assert allowed(matcher) == [EOS]

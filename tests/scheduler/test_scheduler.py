@@ -454,3 +454,19 @@ def test_equal_calls_give_equal_plans() -> None:
         return driver.executor.plans
 
     assert plans() == plans()
+
+
+def test_what_the_executor_says_of_one_request_ends_that_one_only() -> None:
+    scheduler = Scheduler(make_config())
+    for request_id in ("broken", "fine"):
+        scheduler.add(make_request(request_id, 3))
+    plan = scheduler.schedule()
+    error = ("invalid_request_error", "no")
+    sampled = {"broken": SampledTokens(error=error), "fine": SampledTokens(token_ids=(1,))}
+    outputs = {
+        o.request_id: o for o in scheduler.update(plan, ModelRunnerOutput(step_id=plan.step_id, sampled=sampled))
+    }
+    assert (outputs["broken"].finish_reason, outputs["broken"].error) == (FinishReason.ERROR, error)
+    assert outputs["fine"].finish_reason is None
+    scheduler.check_invariants()
+    assert scheduler.schedule().released_request_ids == ("broken",)

@@ -98,8 +98,15 @@ class Service:
 
     def metric(self, name: str) -> float:
         """The sum over all labels."""
+        return sum(self._samples(name))
+
+    def count(self, name: str) -> int:
+        """How many series there are."""
+        return len(self._samples(name))
+
+    def _samples(self, name: str) -> list[float]:
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+        return [float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)]
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         if self.process.poll() is None:

@@ -8,8 +8,9 @@ import pytest
 
 from nanoserve.core.errors import InvalidRequestError, QueueFullError, UnavailableError
 from nanoserve.core.outputs import FinishReason
+from nanoserve.serving import replica
 from nanoserve.serving.feed import PeerState
-from nanoserve.serving.wire import Abort
+from nanoserve.serving.wire import Abort, Hello, Submit
 from tests.serving import fakes
 from tests.serving.feed_rig import QUICK, Rig, answer, ask, read, request, until
 
@@ -253,12 +254,43 @@ async def test_draining_refuses_new_requests_and_ends_the_last_ones_with_an_erro
     await until(lambda: rig.running("a") == 0)
 
 
+async def test_a_door_that_is_idle_is_not_taken_for_dead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "DOOR_TIMEOUT_S", 0.8)
+    rig.door._config = replace(QUICK, ping_after_s=0.1)
+    await rig.join("a")
+    await asyncio.sleep(1.6)
+    assert "door" in rig.transport.replicas["a"]._outboxes
+    assert rig.door.trouble() is None
+
+
+async def test_an_engine_drops_a_door_that_died_without_a_word(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its feed would count as an ongoing request and hold up a drain."""
+    monkeypatch.setattr(replica, "DOOR_TIMEOUT_S", 0.3)
+    engine = rig.transport.add("a")
+    feed = engine.feed("ghost", 0, "")
+    assert isinstance(await anext(feed), Hello)
+    await engine.ctl("ghost", [Submit(request("r", 1000))])
+    async with asyncio.timeout(5):
+        async for _ in feed:
+            pass
+    assert engine._outboxes == {}
+    assert engine._owners == {}
+
+
+async def test_a_door_that_leaves_lets_go_of_its_engines(rig: Rig) -> None:
+    await rig.join("a", "b")
+    rig.door.leave()
+    assert sorted(rig.transport.released) == ["a", "b"]
+    engine = rig.transport.replicas["a"]
+    await until(lambda: engine._outboxes.get("door") is None or engine._outboxes["door"].reader is None)
+
+
 async def test_an_engine_whose_door_stays_away_drops_its_requests(rig: Rig) -> None:
     await rig.join("a")
-    replica = rig.transport.replicas["a"]
+    engine = rig.transport.replicas["a"]
     await rig.door.open(request("r", 1000))
     await until(lambda: rig.running("a") == 1)
     rig.door._close_peer(rig.door.peers[0])
-    await until(lambda: not replica._outboxes)
-    await until(lambda: replica._stats.num_running == 0)
-    assert replica._owners == {}
+    await until(lambda: not engine._outboxes)
+    await until(lambda: engine._stats.num_running == 0)
+    assert engine._owners == {}

@@ -196,6 +196,7 @@ def test_thinking_is_read_from_the_prompt(tokenizer: Tokenizer, template: ChatTe
 
     assert thinking(user()) is Thinking.AUTO
     assert thinking(user("<think>")) is Thinking.AUTO
+    assert thinking(user(), {"role": "assistant", "content": "a", "reasoning_content": "past"}) is Thinking.AUTO
     assert thinking(user(), kwargs={"enable_thinking": False}) is Thinking.OFF
     final: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert thinking(user(), {"role": "assistant", "content": "par"}, **final) is Thinking.OFF

@@ -107,6 +107,21 @@ def test_a_stop_token_counts_and_is_not_shown(tokenizer: Tokenizer) -> None:
     assert answer(tokenizer, shown, [*ids[:-1], *word], stop_token_id=word[-1]).content == "hello world"
 
 
+def test_a_stop_token_of_the_requests_own_is_hidden_from_logprobs_too(tokenizer: Tokenizer) -> None:
+    ids = encoded(tokenizer, "hello x")
+    policy = OutputPolicy(stop_token_ids=(ids[-1],), logprobs=0)
+    ended = answer(tokenizer, policy, ids, [1] * len(ids), stop_token_id=ids[-1])
+    assert ended.content == tokenizer.decode(ids[:-1])
+    assert b"".join(entry.bytes for entry in ended.logprobs) == ended.content.encode()
+    assert len(ended.logprobs) == len(ids)
+
+
+def test_what_a_stop_string_held_back_is_shown_in_the_end(tokenizer: Tokenizer) -> None:
+    ids = encoded(tokenizer, "tail STOP-HER")
+    ended = answer(tokenizer, OutputPolicy(stop=("STOP-HERE",)), ids, [1] * len(ids), finish=FinishReason.LENGTH)
+    assert (ended.content, ended.finish_reason) == ("tail STOP-HER", "length")
+
+
 def test_with_thinking_off_everything_is_content(tokenizer: Tokenizer) -> None:
     off = answer(tokenizer, OutputPolicy(), encoded(tokenizer, THOUGHT + ADD))
     assert (off.content, off.reasoning, off.calls, off.finish_reason) == (THOUGHT + ADD, "", [], "stop")

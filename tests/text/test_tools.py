@@ -52,6 +52,7 @@ assert len(LONG) > STREAM_AFTER
         ('<tool_call>{"name": "a", "arguments": {"x": [1]}}', "", [("a", '{"x": [1]}')]),
         ('<tool_call>{"name": "a", "arguments": {}}\n<tool_call>{"name": "b"}', "", [("a", "{}"), ("b", "{}")]),
         (call("write", LONG), "", [("write", LONG)]),
+        (call("write", LONG + ', "more": [{}]'), "", [("write", LONG)]),
         (call("write", LONG) + call("b", "{}"), "", [("write", LONG), ("b", "{}")]),
         (
             '<tool_call>{"name": "w", "arguments": {"x": "' + "y\n" * 9 + '"}}',
