@@ -225,10 +225,10 @@ def test_drafts_are_accepted_just_as_far_as_they_are_right(
 def test_block_copies_carry_all_layers(reference: Reference) -> None:
     loaded = load(reference.folder)
     prompt = (reference.prompts[0] * 2)[:40]
-    expected = greedy(reference.model, prompt, 2)[0]
+    expected, logprobs, _ = greedy(reference.model, prompt, 2)
     prefill(loaded, prompt, params(), blocks=(1, 2, 3))
     copies = tuple(BlockCopy(source_block_id=i, target_block_id=i + 10) for i in (1, 2, 3))
-    admitted = AdmittedState(token_ids=(*prompt, expected[0]), num_prompt_tokens=40, sampling=params())
+    admitted = AdmittedState(token_ids=(*prompt, expected[0]), num_prompt_tokens=40, sampling=params(logprobs=0))
     moved = ScheduledRequest(
         request_id="b",
         token_ids=(expected[0],),
@@ -238,7 +238,9 @@ def test_block_copies_carry_all_layers(reference: Reference) -> None:
         num_samples=1,
         admitted=admitted,
     )
-    assert step(loaded, moved, block_copies=copies, released_request_ids=("a",))["b"].token_ids == (expected[1],)
+    got = step(loaded, moved, block_copies=copies, released_request_ids=("a",))["b"]
+    assert got.token_ids == (expected[1],)
+    assert got.logprobs[0].logprob == pytest.approx(logprobs[1], abs=1e-4)
     loaded.runner.close()
 
 
