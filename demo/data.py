@@ -187,9 +187,8 @@ def example_of(rng: random.Random, maker: Maker, split: Split, thinking: bool) -
     return finish(rng, turn, past(rng, split, rng.random() < 0.01), tools, thinking)
 
 
-def examples(seed: int, split: Split) -> Iterator[Example]:
-    """The endless stream of the mixture, half of it in thinking mode."""
-    rng = random.Random(seed)
+def examples(rng: random.Random, split: Split) -> Iterator[Example]:
+    """The endless stream of the mixture, nearly half of it in thinking mode; the state of `rng` is the stream's."""
     while True:
         thinking = rng.random() < 0.45
         if rng.random() < 0.04:

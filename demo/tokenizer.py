@@ -1,6 +1,7 @@
 """The demo model's tokenizer: Qwen's pipeline, special tokens and chat template over a small vocabulary of its own."""
 
 import json
+import random
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -55,7 +56,7 @@ def bpe(texts: Iterable[str]) -> Tokenizer:
 
 def corpus(seed: int, count: int) -> Iterable[str]:
     """The training split, with the known words and the chat template often enough to become whole tokens."""
-    for example in islice(examples(seed, Split.TRAIN), count):
+    for example in islice(examples(random.Random(seed), Split.TRAIN), count):
         yield "\n".join(str(message["content"]) for message in example.messages)
         yield from (json.dumps(tool) for tool in example.tools)
         yield example.target()

@@ -26,13 +26,15 @@ from demo.data import Split, examples
 from demo.tokenizer import MAX_LENGTH, VOCAB_ROWS, load_tokenizer, prompt_ids, target_ids, write_tokenizer
 
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "demo_model"
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 896, 5, 6, 2, 64
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 768, 4, 4, 2, 64
 ROPE_THETA = 1_000_000.0
 EPS = 1e-6
 # Conversations beyond this are skipped; a micro-batch holds at most this many padded tokens.
 MAX_TOKENS = 2048
 MICRO_BATCH_TOKENS = 4096
-EXAMPLES_PER_STEP = 96
+EXAMPLES_PER_STEP = 64
+
+Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -134,8 +136,8 @@ class Batch:
     tasks: list[str]
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, seed: int, split: Split) -> Iterator[Tokens]:
-    for example in examples(seed, split):
+def tokenized(tokenizer: PreTrainedTokenizerBase, rng: random.Random, split: Split) -> Iterator[Tokens]:
+    for example in examples(rng, split):
         prompt = prompt_ids(tokenizer, example)
         token_ids = prompt + target_ids(tokenizer, example)
         if len(token_ids) <= MAX_TOKENS:
@@ -144,9 +146,12 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, seed: int, split: Split) -> It
 
 
 def collate(group: list[Tokens]) -> Batch:
-    """Pads to a multiple of 32. A short answer weighs more per token than a story: each example 1 / sqrt(length)."""
+    """Pads to a multiple of 32 and to two rows, since torch.compile would compile a single row anew.
+
+    A short answer weighs more per token than a story: each example 1 / sqrt(length).
+    """
     length = -(-max(len(item.token_ids) for item in group) // 32) * 32
-    token_ids = torch.zeros(len(group), length, dtype=torch.long)
+    token_ids = torch.zeros(max(len(group), 2), length, dtype=torch.long)
     where, labels, weights, owner = [], [], [], []
     for row, item in enumerate(group):
         size = len(item.token_ids)
@@ -171,8 +176,8 @@ def micro_batches(items: list[Tokens]) -> list[Batch]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm-up over 100 steps, flat for 30 %, then straight to zero."""
-    return min(1.0, (step + 1) / 100, (1 - step / steps) / 0.7)
+    """Warm-up over 100 steps, flat for 40 %, then straight to zero."""
+    return min(1.0, (step + 1) / 100, (1 - step / steps) / 0.6)
 
 
 def optimizers(model: Model, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
@@ -241,7 +246,7 @@ def save(model: Model, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None
 
 
 def train_step(
-    forward: Callable[[Tensor, Tensor], Tensor], batches: list[Batch], optims: list[torch.optim.Optimizer]
+    forward: Forward, batches: list[Batch], optims: list[torch.optim.Optimizer]
 ) -> float:
     """One optimizer step over the micro-batches; returns the mean loss."""
     total = sum(float(batch.weights.sum()) for batch in batches)
@@ -261,35 +266,75 @@ def table(counts: dict[str, tuple[int, int]]) -> str:
     return "  ".join(f"{task} {100 * right / seen:.0f}%" for task, (right, seen) in sorted(counts.items()))
 
 
+class Training:
+    """A run that can be stopped and resumed: the model, its optimizers, and the state of the data stream."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> None:
+        self.model = Model()
+        self.optims = optimizers(self.model, args.muon_lr, args.adam_lr)
+        self.bases = [[group["lr"] for group in optim.param_groups] for optim in self.optims]
+        self.rng = random.Random(args.seed)
+        self.stream = tokenized(tokenizer, self.rng, Split.TRAIN)
+        self.step, self.num_tokens, self.seconds = 0, 0, 0.0
+
+    def set_learning_rate(self, factor: float) -> None:
+        for optim, lrs in zip(self.optims, self.bases, strict=True):
+            for group, lr in zip(optim.param_groups, lrs, strict=True):
+                group["lr"] = lr * factor
+
+    def advance(self, forward: Forward) -> float:
+        """One step; returns the loss."""
+        started = time.perf_counter()
+        items = list(islice(self.stream, EXAMPLES_PER_STEP))
+        loss = train_step(forward, micro_batches(items), self.optims)
+        self.step += 1
+        self.num_tokens += sum(len(item.token_ids) for item in items)
+        self.seconds += time.perf_counter() - started
+        return loss
+
+    def dump(self, path: Path) -> None:
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optims": [optim.state_dict() for optim in self.optims],
+                "rng": self.rng.getstate(),
+                "counts": (self.step, self.num_tokens, self.seconds),
+            },
+            path,
+        )
+
+    def restore(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=False)
+        self.model.load_state_dict(saved["model"])
+        for optim, optim_state in zip(self.optims, saved["optims"], strict=True):
+            optim.load_state_dict(optim_state)
+        self.rng.setstate(saved["rng"])
+        self.step, self.num_tokens, self.seconds = saved["counts"]
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
-    random.seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(args.out, seed=args.seed)
     tokenizer = load_tokenizer(args.out)
-    print(f"tokenizer: {len(tokenizer)} tokens", flush=True)
-    model = Model()
-    print(f"parameters: {sum(p.numel() for p in model.parameters())}", flush=True)
-    forward = model if args.no_compile else torch.compile(model, dynamic=True)
-    optims = optimizers(model, args.muon_lr, args.adam_lr)
-    bases = [[group["lr"] for group in optim.param_groups] for optim in optims]
-    stream = tokenized(tokenizer, args.seed, Split.TRAIN)
-    held_out = micro_batches(list(islice(tokenized(tokenizer, args.seed + 1, Split.HELD_OUT), args.held_out)))
-    started, num_tokens = time.perf_counter(), 0
-    for step in range(args.steps):
-        for optim, lrs in zip(optims, bases, strict=True):
-            for group, lr in zip(optim.param_groups, lrs, strict=True):
-                group["lr"] = lr * learning_rate(step, args.steps)
-        items = list(islice(stream, EXAMPLES_PER_STEP))
-        num_tokens += sum(len(item.token_ids) for item in items)
-        loss = train_step(forward, micro_batches(items), optims)
-        if step % 25 == 0:
-            elapsed = time.perf_counter() - started
-            print(f"step {step} loss {loss:.4f} elapsed_s {elapsed:.0f} tokens {num_tokens}", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save(model, tokenizer, args.out)
-            print(f"step {step + 1} held-out: {table(exact(model, held_out))}", flush=True)
-    report = {"train_s": round(time.perf_counter() - started), "steps": args.steps, "tokens": num_tokens, "seed": args.seed}
+    run = Training(tokenizer, args)
+    if args.resume:
+        run.restore(args.resume)
+    print(f"tokens: {len(tokenizer)}  parameters: {sum(p.numel() for p in run.model.parameters())}", flush=True)
+    forward = run.model if args.no_compile else torch.compile(run.model, dynamic=True)
+    held_out_stream = tokenized(tokenizer, random.Random(args.seed + 1), Split.HELD_OUT)
+    held_out = micro_batches(list(islice(held_out_stream, args.held_out)))
+    while run.step < args.steps:
+        run.set_learning_rate(learning_rate(run.step, args.steps))
+        loss = run.advance(forward)
+        if run.step % 20 == 0 or run.step <= 5:
+            print(f"step {run.step} loss {loss:.4f} seconds {run.seconds:.0f} tokens {run.num_tokens}", flush=True)
+        if run.step % args.save_every == 0 or run.step == args.steps:
+            save(run.model, tokenizer, args.out)
+            if args.state:
+                run.dump(args.state)
+            print(f"step {run.step} held-out: {table(exact(run.model, held_out))}", flush=True)
+    report = {"train_s": round(run.seconds), "steps": run.step, "tokens": run.num_tokens, "seed": args.seed}
     print(json.dumps(report), flush=True)
 
 
@@ -298,10 +343,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--muon-lr", type=float, default=0.015)
     parser.add_argument("--adam-lr", type=float, default=0.003)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--held-out", type=int, default=600)
+    parser.add_argument("--state", type=Path, help="write the state of the run here with every save")
+    parser.add_argument("--resume", type=Path, help="continue from a state; the same as never having stopped")
     parser.add_argument("--no-compile", action="store_true", help="slower, but needs no C++ compiler")
     torch.set_num_threads(2)
     train(parser.parse_args())
