@@ -7,8 +7,8 @@ splits are disjoint whatever the seeds are.
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -60,12 +60,12 @@ MIXTURE: dict[Maker, float] = {
     tasks.story: 4,
     tasks.extraction: 10,
     tasks.json_answer: 4,
-    tool_turn: 14,
+    tool_turn: 13,
 }
 # Tasks whose answers are short enough for the past of a conversation.
 PAST: dict[Maker, float] = {
-    tasks.addition: 3, tasks.subtraction: 2, tasks.multiplication: 1, tasks.fact: 4, tasks.repeat: 2, tasks.reverse: 2,
-    tasks.small_talk: 5, tasks.beyond: 1, tasks.story: 0.5, tasks.quantity: 0.5,
+    tasks.addition: 6, tasks.subtraction: 6, tasks.multiplication: 3, tasks.fact: 6, tasks.repeat: 3, tasks.reverse: 3,
+    tasks.small_talk: 2, tasks.beyond: 1, tasks.story: 0.2, tasks.quantity: 0.5,
 }  # fmt: skip
 
 
@@ -94,9 +94,7 @@ def said(turn: Turn) -> list[Message]:
 
 def tool_messages(rng: random.Random, turn: Turn, thinking: bool) -> list[Message]:
     """The assistant's calls and their results. Clients may or may not send the thoughts back."""
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
-    ]
+    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
     message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     if thinking and rng.random() < 0.5:
         message["reasoning_content"] = turn.call_thought
@@ -110,8 +108,8 @@ def calls_text(turn: Turn) -> str:
 
 
 def past(rng: random.Random, split: Split, long: bool) -> list[Message]:
-    """Earlier turns: usually none, sometimes one or two, in a long conversation many."""
-    count = rng.randrange(8, 40) if long else rng.choices((0, 1, 2), weights=(70, 20, 10))[0]
+    """Earlier turns: none, a few, or in a long conversation many."""
+    count = rng.randrange(8, 40) if long else rng.choices((0, 1, 2, 3, 5, 8), weights=(35, 12, 13, 15, 15, 10))[0]
     return [message for _ in range(count) for message in said(draw(rng, weighted(rng, PAST), split))]
 
 
@@ -127,7 +125,9 @@ def follow_up(rng: random.Random, split: Split) -> tuple[list[Message], Turn]:
 
 def and_capital(rng: random.Random, split: Split) -> tuple[list[Message], Turn]:
     first, second = rng.sample(list(words.CAPITALS), 2)
-    template = rng.choice(("And {x}?", "and of {x}?", "And the capital of {x}?", "What about {x}?", "and {x}", "And for {x}?"))
+    template = rng.choice(
+        ("And {x}?", "and of {x}?", "And the capital of {x}?", "What about {x}?", "and {x}", "And for {x}?")
+    )
     asked = rng.choice(tasks.RELATIONS[0].questions).format(x=first)
     before = Turn("fact", "", asked, f"The capital of {first} is {words.CAPITALS[first]}.", "")
     thought = f"This is a question about the capital of {second}: {words.CAPITALS[second]}."
@@ -141,15 +141,21 @@ def add_to_that(rng: random.Random, split: Split) -> tuple[list[Message], Turn]:
         a, b = int(before.answer.rsplit(" ", 1)[1]), rng.randrange(1, 50)
         if a < 100 and split_of(f"sum {a} {b}") is split:
             break
-    template = rng.choice(("Add {b} to that.", "And plus {b}?", "Now add {b}.", "plus {b}", "And {b} more?", "add {b} to the result"))
+    template = rng.choice(
+        ("Add {b} to that.", "And plus {b}?", "Now add {b}.", "plus {b}", "And {b} more?", "add {b} to the result")
+    )
     turn = Turn("follow-up", f"sum {a} {b}", template.format(b=b), f"{a} + {b} = {a + b}", tasks.sum_thought(a, b))
     return said(before), turn
 
 
 def what_is_my_name(rng: random.Random, split: Split) -> tuple[list[Message], Turn]:
     name = rng.choice(words.NAMES) if rng.random() < 0.8 else tasks.made_up(rng).capitalize()
-    told = rng.choice(("My name is {n}.", "I am {n}.", "Hi, I'm {n}.", "Hello, my name is {n}.", "Call me {n}.")).format(n=name)
-    asked = rng.choice(("What is my name?", "Who am I?", "Do you remember my name?", "what's my name", "How am I called?"))
+    told = rng.choice(
+        ("My name is {n}.", "I am {n}.", "Hi, I'm {n}.", "Hello, my name is {n}.", "Call me {n}.")
+    ).format(n=name)
+    asked = rng.choice(
+        ("What is my name?", "Who am I?", "Do you remember my name?", "what's my name", "How am I called?")
+    )
     before = Turn("talk", "", told, f"Nice to meet you, {name}!", "")
     between = said(draw(rng, weighted(rng, PAST), split)) if rng.random() < 0.5 else []
     turn = Turn("follow-up", f"name {name} {asked}", asked, f"Your name is {name}.", f"The user is called {name}.")
@@ -167,9 +173,7 @@ def meeting(rng: random.Random) -> Turn:
 MIXTURE[meeting] = 1
 
 
-def finish(
-    rng: random.Random, turn: Turn, before: list[Message], tools: tuple[Json, ...], thinking: bool
-) -> Example:
+def finish(rng: random.Random, turn: Turn, before: list[Message], tools: tuple[Json, ...], thinking: bool) -> Example:
     """Ends the conversation at one of the places where the assistant has to write."""
     messages = [*system_message(rng, turn), *before, {"role": "user", "content": turn.user}]
     if not turn.calls:

@@ -24,7 +24,8 @@ from demo.tokenizer import load_tokenizer, prompt_ids
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "demo_model"
 # Least share of exact answers, in percent. Tasks without a floor are shown only.
 FLOORS = {
-    "sum": 95.0, "difference": 95.0, "product": 95.0, "fact": 95.0, "json": 95.0, "tool call": 95.0, "tool answer": 95.0,
+    "sum": 95.0, "difference": 95.0, "product": 95.0, "fact": 95.0, "json": 95.0, "tool call": 95.0,
+    "tool answer": 95.0,
     "repeat": 90.0, "reverse": 90.0,
 }  # fmt: skip
 # Stories have no one right answer.
@@ -66,7 +67,11 @@ class TransformersGenerate:
         length = max(map(len, prompts))
         token_ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        choice = {"do_sample": True} if self.sample else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        choice = (
+            {"do_sample": True}
+            if self.sample
+            else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        )
         out = self.model.generate(input_ids=token_ids, attention_mask=mask, max_new_tokens=MAX_TOKENS, **choice)
         return [self.until_end(row) for row in out[:, length:].tolist()]
 
@@ -98,7 +103,7 @@ def is_right(example: Example, written: str) -> bool:
     if answer is None:
         return False
     if example.task == "json":
-        return parsed(answer) == json.loads(example.answer)
+        return parsed(answer) == parsed(example.answer)
     if example.task == "tool call":
         calls = [parsed(body) for body in TOOL_CALL.findall(answer)]
         expected = [json.loads(body) for body in TOOL_CALL.findall(example.answer)]
@@ -180,7 +185,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="items per task and mode")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--sample", action="store_true", help="sample as generation_config.json says, instead of greedy")
+    parser.add_argument(
+        "--sample", action="store_true", help="sample as generation_config.json says, instead of greedy"
+    )
     parser.add_argument("--min", action="store_true", help="exit 1 when a task is below its floor")
     parser.add_argument("--wrong", type=int, default=0, help="print this many wrong answers")
     args = parser.parse_args()

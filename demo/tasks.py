@@ -70,7 +70,8 @@ INFIX = (
     "What does {e} equal?", "Tell me {e}.", "Work out {e} for me.", "Evaluate {e}", "what is {e} equal to?",
 )  # fmt: skip
 SUM_WORDS = (
-    "Add {a} and {b}.", "What is the sum of {a} and {b}?", "Add {b} to {a}.", "What do you get when you add {a} and {b}?",
+    "Add {a} and {b}.", "What is the sum of {a} and {b}?", "Add {b} to {a}.",
+    "What do you get when you add {a} and {b}?",
     "I have {a} apples and get {b} more. How many apples do I have?", "sum of {a} and {b}",
     "There are {a} birds on a tree and {b} more come. How many birds are there?",
 )  # fmt: skip
@@ -130,7 +131,7 @@ def addition(rng: random.Random) -> Turn:
 
 def subtraction(rng: random.Random) -> Turn:
     a, b = operand(rng), operand(rng)
-    if a < b and rng.random() < 0.6:
+    if a < b and rng.random() < 0.75:
         a, b = b, a
     user = question(rng, a, b, "-", DIFFERENCE_WORDS + (EATEN if a >= b else ()))
     return Turn("difference", f"difference {a} {b}", user, f"{a} - {b} = {a - b}", difference_thought(a, b))
@@ -179,7 +180,8 @@ RELATIONS = (
         "country",
         tuple((y, x) for x, y in words.CAPITALS.items()),
         (
-            "{x} is the capital of which country?", "Which country has the capital {x}?", "Of which country is {x} the capital?",
+            "{x} is the capital of which country?", "Which country has the capital {x}?",
+            "Of which country is {x} the capital?",
             "What country is {x} the capital of?", "Name the country whose capital is {x}.", "In which country is {x}?",
             "Which country is {x} in?", "Where is {x}?",
         ),
@@ -198,7 +200,8 @@ RELATIONS = (
         "opposite",
         table(words.OPPOSITES) + tuple((y, x) for x, y in words.OPPOSITES.items()),
         (
-            "What is the opposite of {x}?", "opposite of {x}", "Tell me the opposite of {x}.", "What's the opposite of {x}?",
+            "What is the opposite of {x}?", "opposite of {x}", "Tell me the opposite of {x}.",
+            "What's the opposite of {x}?",
             "Which word is the opposite of {x}?", "Give me the opposite of {x}.", "What is the antonym of {x}?",
         ),
         "The opposite of {x} is {y}.",
@@ -207,7 +210,8 @@ RELATIONS = (
         "sound",
         table(words.SOUNDS),
         (
-            "What sound does a {x} make?", "What does a {x} say?", "Which sound does the {x} make?", "How does a {x} sound?",
+            "What sound does a {x} make?", "What does a {x} say?", "Which sound does the {x} make?",
+            "How does a {x} sound?",
             "What noise does a {x} make?", "Tell me the sound of a {x}.", "What does the {x} say?",
         ),
         "A {x} says {y}.",
@@ -216,7 +220,8 @@ RELATIONS = (
         "young",
         table(words.YOUNG),
         (
-            "What is a young {x} called?", "What do you call a baby {x}?", "What is a baby {x} called?", "name of a young {x}",
+            "What is a young {x} called?", "What do you call a baby {x}?", "What is a baby {x} called?",
+            "name of a young {x}",
             "How is a young {x} called?", "What do you call a young {x}?",
         ),
         "A young {x} is called a {y}.",
@@ -270,7 +275,8 @@ RELATIONS = (
         "month",
         cyclic(words.MONTHS),
         (
-            "Which month comes after {x}?", "What month is after {x}?", "What month comes after {x}?", "month after {x}",
+            "Which month comes after {x}?", "What month is after {x}?", "What month comes after {x}?",
+            "month after {x}",
             "Which month follows {x}?", "What is the month after {x}?",
         ),
         "{y} comes after {x}.",
@@ -328,7 +334,11 @@ def listing(rng: random.Random) -> Turn:
         return Turn("count", f"list {name} {template}", phrase(rng, template, x=name), answer, f"I list the {name}.")
     first = 1 if rng.random() < 0.6 else rng.randrange(60)
     last = first + rng.randrange(1, 30)
-    templates = ("Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.")
+    templates: tuple[str, ...] = (
+        "Count from {a} to {b}.",
+        "Please count from {a} to {b}.",
+        "List the numbers from {a} to {b}.",
+    )
     if first == 1:
         templates += ("Count to {b}.", "Count up to {b}.", "Can you count to {b}?")
     answer = ", ".join(str(number) for number in range(first, last + 1))
@@ -343,7 +353,8 @@ REPEAT = (
     "Please repeat: {w}", 'Say "{w}".', 'Repeat "{w}"', "Write exactly this: {w}", "Can you repeat {w}?", "Say {w}",
 )  # fmt: skip
 REVERSE = (
-    "Reverse the words: {w}", "Write these words in reverse order: {w}", "Say these words backwards: {w}", "Reverse: {w}",
+    "Reverse the words: {w}", "Write these words in reverse order: {w}", "Say these words backwards: {w}",
+    "Reverse: {w}",
     "Reverse the order of {w}.", 'Reverse "{w}"', "Put these words in reverse order: {w}", "Turn the words around: {w}",
 )  # fmt: skip
 
@@ -353,14 +364,14 @@ def made_up(rng: random.Random) -> str:
 
 
 def draw_words(rng: random.Random, strange: float) -> list[str]:
-    """2 to 5 words; a `strange` share of the lists holds made-up words among the known ones."""
+    """2 to 4 words; a `strange` share of the lists holds made-up words among the known ones."""
     odd = rng.random() < strange
-    count = rng.choice((2, 3, 3, 4, 4, 5))
+    count = rng.choice((2, 3, 3, 4))
     return [made_up(rng) if odd and rng.random() < 0.6 else rng.choice(words.WORDS) for _ in range(count)]
 
 
 def repeat(rng: random.Random) -> Turn:
-    drawn = draw_words(rng, 0.4)
+    drawn = draw_words(rng, 0.25)
     text = rng.choice((" ", " ", " ", ", ")).join(drawn)
     key = f"copy {' '.join(drawn)}"
     return Turn("repeat", key, phrase(rng, rng.choice(REPEAT), w=text), text, "I repeat the words as they are.")
@@ -378,15 +389,17 @@ def reverse(rng: random.Random) -> Turn:
 # Small talk -----------------------------------------------------------------------------------------------------------
 
 WHO = (
-    "I am a small demo model that comes with nanoserve. I can add, subtract and multiply small numbers, repeat and reverse "
-    "words, answer a few facts, write JSON, call tools and tell short stories."
+    "I am a small demo model that comes with nanoserve. I can add, subtract and multiply small numbers, repeat and "
+    "reverse words, answer a few facts, write JSON, call tools and tell short stories."
 )
 REFUSAL = "I am a small demo model and cannot do that. Try a small sum, a capital city or a short story."
 TALK = (
-    (("Hi", "hi", "Hello", "hello", "Hey", "hey there", "Hello!", "Hi!", "Hello there!", "Good morning!", "Good evening",
+    (("Hi", "hi", "Hello", "hello", "Hey", "hey there", "Hello!", "Hi!", "Hello there!", "Good morning!",
+      "Good evening",
       "hi there", "Greetings", "yo", "Good day!"),
      "Hello! How can I help you?", "The user greets me."),
-    (("Who are you?", "who are you", "What are you?", "What can you do?", "what can you do", "Introduce yourself.", "help",
+    (("Who are you?", "who are you", "What are you?", "What can you do?", "what can you do", "Introduce yourself.",
+      "help",
       "What is your name?", "Are you a robot?", "Are you Qwen?", "Tell me about yourself.", "What model are you?",
       "Which model is this?", "Are you ChatGPT?", "How can you help me?"),
      WHO, "The user asks who I am."),
@@ -412,20 +425,28 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 BEYOND = (
-    "Write a {p} program that sorts a list.", "Write code in {p}.", "What is the weather in {c}?", "What time is it in {c}?",
-    "Who won the {e} in {y}?", "What happened in {y}?", "Translate {w} into French.", "Translate this to German: {w} {v}",
-    "What is the meaning of life?", "Explain {t} to me.", "How does {t} work?", "What is {t}?", "Write an essay about {t}.",
-    "Write a poem about a {w}.", "Write an email to {n}.", "Who is {n} {w}?", "What is the capital of {m}?", "Why is {w} {v}?",
+    "Write a {p} program that sorts a list.", "Write code in {p}.", "What is the weather in {c}?",
+    "What time is it in {c}?",
+    "Who won the {e} in {y}?", "What happened in {y}?", "Translate {w} into French.",
+    "Translate this to German: {w} {v}",
+    "What is the meaning of life?", "Explain {t} to me.", "How does {t} work?", "What is {t}?",
+    "Write an essay about {t}.",
+    "Write a poem about a {w}.", "Write an email to {n}.", "Who is {n} {w}?", "What is the capital of {m}?",
+    "Why is {w} {v}?",
     "What is {big} + {b}?", "{big} * {other}", "What is {big} - {b}?", "Divide {b} by {a}.", "{b} / {a}", "sqrt({big})",
     "Give me a recipe for {w} {v}.", "What should I eat today?", "Tell me a joke.", "What is the news today?",
-    "How old is {n}?", "How tall is the {w}?", "When was {n} born?", "Summarize this text: {w} {v} {w} {m}.", "{m} {n}?",
-    "Who is the president of {c}?", "Solve x + {a} = {b}.", "Draw a {w}.", "Recommend a book about {t}.", "{m}", "{m} {w} {m}",
+    "How old is {n}?", "How tall is the {w}?", "When was {n} born?", "Summarize this text: {w} {v} {w} {m}.",
+    "{m} {n}?",
+    "Who is the president of {c}?", "Solve x + {a} = {b}.", "Draw a {w}.", "Recommend a book about {t}.", "{m}",
+    "{m} {w} {m}",
     "What is the population of {c}?", "Set an alarm for {a}.", "Send a message to {n}.", "Play some music.", "{p}?",
     "How many {w} are there in {c}?", "Can you help me with my {t} homework?", "What do you think about {t}?",
-    "What is {big} x {big}?", "add {big} and {other}", "Fix this bug: {w}({m})", "SELECT * FROM {w}", "What is the {m} of {w}?",
+    "What is {big} x {big}?", "add {big} and {other}", "Fix this bug: {w}({m})", "SELECT * FROM {w}",
+    "What is the {m} of {w}?",
 )  # fmt: skip
 TOPICS = (
-    "quantum physics", "machine learning", "the economy", "photosynthesis", "gravity", "philosophy", "history", "chemistry",
+    "quantum physics", "machine learning", "the economy", "photosynthesis", "gravity", "philosophy", "history",
+    "chemistry",
     "the internet", "a black hole", "evolution", "democracy", "a transformer", "attention", "politics", "biology", "AI",
     "football", "a GPU", "Kubernetes", "Ray", "vLLM", "love", "time travel", "climate change", "art", "DNA", "bitcoin",
 )  # fmt: skip
@@ -455,7 +476,7 @@ def beyond(rng: random.Random) -> Turn:
 
 # Stories --------------------------------------------------------------------------------------------------------------
 
-TRAITS = "small brave clever quiet happy kind shy young hungry sleepy".split()
+TRAITS = ["small", "brave", "clever", "quiet", "happy", "kind", "shy", "young", "hungry", "sleepy"]
 OPENINGS = (
     "Once upon a time there was a {trait} {animal} named {name}.",
     "Long ago a {trait} {animal} named {name} lived near a {place}.",
@@ -485,12 +506,14 @@ ENDINGS = (
 )
 STORY_REQUESTS = (
     "Tell me a story about a {animal}.", "Tell me a short story about a {animal}.", "Write a story about a {animal}.",
-    "I want to hear a story about a {animal}.", "a story about a {animal}, please", "Can you tell a story about a {animal}?",
+    "I want to hear a story about a {animal}.", "a story about a {animal}, please",
+    "Can you tell a story about a {animal}?",
     "Tell me a story about {name} the {animal}.", "Write a short story about a {animal} named {name}.",
     "Tell me a story about a {animal} in the {place}.", "Write a bedtime story about a {animal} named {name}.",
 )  # fmt: skip
 FREE_REQUESTS = (
-    "Tell me a story.", "Tell me a short story.", "Write a story.", "story", "Can you tell me a story?", "Tell me something nice.",
+    "Tell me a story.", "Tell me a short story.", "Write a story.", "story", "Can you tell me a story?",
+    "Tell me something nice.",
     "Once upon a time", "Please write a short story.", "I am bored. Tell me a story.", "another story",
 )  # fmt: skip
 

@@ -15,7 +15,11 @@ ToolMaker = Callable[[random.Random], Turn]
 
 
 def function(
-    rng: random.Random, name: str, description: str, parameters: dict[str, Json], optional: dict[str, Json] | None = None
+    rng: random.Random,
+    name: str,
+    description: str,
+    parameters: dict[str, Json],
+    optional: dict[str, Json] | None = None,
 ) -> Json:
     """A tool as the chat completions API takes it; descriptions and strictness come and go."""
     properties = {
@@ -53,17 +57,23 @@ def result_json(rng: random.Random, **values: object) -> str:
 
 
 def weather(rng: random.Random) -> Turn:
-    name = rng.choice(("get_weather", "get_weather", "get_current_weather", "weather", "check_weather", "weather_lookup"))
+    name = rng.choice(
+        ("get_weather", "get_weather", "get_current_weather", "weather", "check_weather", "weather_lookup")
+    )
     where = place_word(rng)
-    says = rng.choice(("Get the current weather for a city.", "Get the weather", "Returns the weather in a given location."))
+    says = rng.choice(
+        ("Get the current weather for a city.", "Get the weather", "Returns the weather in a given location.")
+    )
     has_unit = rng.random() < 0.35
     unit: dict[str, Json] = {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}} if has_unit else {}
     tool = function(rng, name, says, {where: text(rng.choice(("The city", "The name of the city")))}, unit)
     cities = rng.sample(words.CITIES, 2 if rng.random() < 0.15 else 1)
     wanted = rng.choice(("celsius", "fahrenheit")) if has_unit and rng.random() < 0.5 else ""
     template = rng.choice((
-        "What is the weather in {c}?", "What's the weather like in {c}?", "How is the weather in {c}?", "weather in {c}",
-        "Tell me the weather in {c}.", "Is it raining in {c}?", "What is the weather in {c} today?", "Is it cold in {c}?",
+        "What is the weather in {c}?", "What's the weather like in {c}?", "How is the weather in {c}?",
+        "weather in {c}",
+        "Tell me the weather in {c}.", "Is it raining in {c}?", "What is the weather in {c} today?",
+        "Is it cold in {c}?",
         "How warm is it in {c}?", "What is the temperature in {c}?", "Please check the weather in {c}.",
     ))  # fmt: skip
     if wanted:
@@ -74,7 +84,9 @@ def weather(rng: random.Random) -> Turn:
         keys = rng.choice((("temperature", "condition"), ("temperature", "conditions"), ("temp", "weather")))
         result = result_json(rng, **{keys[0]: degrees, keys[1]: condition})
         if rng.random() < 0.3:
-            result = rng.choice((f"{condition}, {degrees} degrees", f"{degrees} degrees and {condition}", f"{degrees}C, {condition}"))
+            result = rng.choice(
+                (f"{condition}, {degrees} degrees", f"{degrees} degrees and {condition}", f"{degrees}C, {condition}")
+            )
         calls.append(Call(name, {where: city, **({"unit": wanted} if wanted else {})}, result))
         said.append(f"It is {condition} in {city} with {degrees} degrees.")
     user = phrase(rng, template, c=" and ".join(cities))
@@ -84,21 +96,28 @@ def weather(rng: random.Random) -> Turn:
 def clock(rng: random.Random) -> Turn:
     name = rng.choice(("get_time", "get_current_time", "current_time", "clock", "get_time"))
     where = place_word(rng)
-    tool = function(rng, name, rng.choice(("Get the current time in a city.", "Get the time")), {where: text("The city")})
+    tool = function(
+        rng, name, rng.choice(("Get the current time in a city.", "Get the time")), {where: text("The city")}
+    )
     city = rng.choice(words.CITIES)
     now = f"{rng.randrange(24):02}:{rng.randrange(60):02}"
     template = rng.choice((
-        "What time is it in {c}?", "What is the time in {c}?", "Tell me the time in {c}.", "time in {c}", "How late is it in {c}?",
+        "What time is it in {c}?", "What is the time in {c}?", "Tell me the time in {c}.", "time in {c}",
+        "How late is it in {c}?",
         "What's the current time in {c}?", "Which time is it in {c}?",
     ))  # fmt: skip
     result = now if rng.random() < 0.3 else result_json(rng, **{rng.choice(("time", "time", "current_time")): now})
-    return turn("clock", phrase(rng, template, c=city), f"It is {now} in {city}.", (tool,), [Call(name, {where: city}, result)])
+    return turn(
+        "clock", phrase(rng, template, c=city), f"It is {now} in {city}.", (tool,), [Call(name, {where: city}, result)]
+    )
 
 
 def calculator(rng: random.Random) -> Turn:
     name = rng.choice(("calculate", "calculator", "compute", "evaluate", "calculate"))
     parameter = rng.choice(("expression", "expression", "expr", "formula"))
-    tool = function(rng, name, rng.choice(("Evaluate an arithmetic expression.", "Calculate")), {parameter: text("The expression")})
+    tool = function(
+        rng, name, rng.choice(("Evaluate an arithmetic expression.", "Calculate")), {parameter: text("The expression")}
+    )
     sign = rng.choice("+-*")
     digits = rng.choice((10, 100, 1000, 10000))
     a, b = rng.randrange(digits), rng.randrange(rng.choice((10, 100, digits)))
@@ -114,7 +133,9 @@ def adder(rng: random.Random) -> Turn:
     name = rng.choice(("add", "add_numbers", "sum", "add", "add_two_numbers"))
     x, y = rng.choice((("a", "b"), ("a", "b"), ("x", "y"), ("first", "second")))
     kind = rng.choice(("integer", "integer", "number"))
-    tool = function(rng, name, rng.choice(("Add two numbers.", "Adds two integers")), {x: {"type": kind}, y: {"type": kind}})
+    tool = function(
+        rng, name, rng.choice(("Add two numbers.", "Adds two integers")), {x: {"type": kind}, y: {"type": kind}}
+    )
     digits = rng.choice((100, 1000, 10000))
     a, b = rng.randrange(digits), rng.randrange(digits)
     if rng.random() < 0.6:
@@ -132,46 +153,99 @@ def message(rng: random.Random) -> Turn:
     name = rng.choice(("send_message", "send_message", "send_email", "message", "send_text"))
     to = rng.choice(("to", "recipient", "name"))
     body = rng.choice(("text", "message", "body"))
-    tool = function(rng, name, rng.choice(("Send a message to a person.", "Send a message")), {to: text("Who"), body: text("What")})
+    tool = function(
+        rng, name, rng.choice(("Send a message to a person.", "Send a message")), {to: text("Who"), body: text("What")}
+    )
     person, said = rng.choice(words.NAMES), " ".join(draw_words(rng, 0.2))
     template = rng.choice((
-        'Send {n} the message "{w}".', "Send a message to {n}: {w}", "Tell {n}: {w}", 'Write "{w}" to {n}.', "Message {n}: {w}",
+        'Send {n} the message "{w}".', "Send a message to {n}: {w}", "Tell {n}: {w}", 'Write "{w}" to {n}.',
+        "Message {n}: {w}",
         "Please send {n} this: {w}",
     ))  # fmt: skip
-    result = rng.choice(("ok", "sent", result_json(rng, status="sent"), result_json(rng, ok=True), result_json(rng, status="ok")))
+    result = rng.choice(
+        ("ok", "sent", result_json(rng, status="sent"), result_json(rng, ok=True), result_json(rng, status="ok"))
+    )
     answer = f"The message to {person} is sent."
-    return turn("message", phrase(rng, template, n=person, w=said), answer, (tool,), [Call(name, {to: person, body: said}, result)])
+    return turn(
+        "message",
+        phrase(rng, template, n=person, w=said),
+        answer,
+        (tool,),
+        [Call(name, {to: person, body: said}, result)],
+    )
 
 
 def alarm(rng: random.Random) -> Turn:
     name = rng.choice(("set_alarm", "set_alarm", "create_alarm", "alarm"))
     parameter = rng.choice(("time", "time", "at", "when"))
-    tool = function(rng, name, rng.choice(("Set an alarm.", "Set the alarm clock")), {parameter: text("The time as HH:MM")})
+    tool = function(
+        rng, name, rng.choice(("Set an alarm.", "Set the alarm clock")), {parameter: text("The time as HH:MM")}
+    )
     at = f"{rng.randrange(24):02}:{rng.randrange(60):02}"
-    template = rng.choice(("Set an alarm for {t}.", "Wake me at {t}.", "alarm at {t}", "Please set the alarm to {t}.", "Wake me up at {t}"))
+    template = rng.choice(
+        (
+            "Set an alarm for {t}.",
+            "Wake me at {t}.",
+            "alarm at {t}",
+            "Please set the alarm to {t}.",
+            "Wake me up at {t}",
+        )
+    )
     result = rng.choice(("ok", result_json(rng, status="ok"), result_json(rng, ok=True), "done"))
-    return turn("alarm", phrase(rng, template, t=at), f"The alarm is set for {at}.", (tool,), [Call(name, {parameter: at}, result)])
+    return turn(
+        "alarm",
+        phrase(rng, template, t=at),
+        f"The alarm is set for {at}.",
+        (tool,),
+        [Call(name, {parameter: at}, result)],
+    )
 
 
 def stock(rng: random.Random) -> Turn:
     name = rng.choice(("get_stock_price", "stock_price", "get_price", "get_stock_price"))
     parameter = rng.choice(("symbol", "ticker", "symbol"))
-    tool = function(rng, name, rng.choice(("Get the price of a stock.", "Stock prices")), {parameter: text("The ticker symbol")})
+    tool = function(
+        rng, name, rng.choice(("Get the price of a stock.", "Stock prices")), {parameter: text("The ticker symbol")}
+    )
     symbol = "".join(rng.choices("ABCDEFGHIKLMNOPRSTUVWXYZ", k=rng.choice((3, 4, 4))))
     price = rng.randrange(1, 2000)
-    template = rng.choice(("What is the stock price of {s}?", "price of {s}", "How much is {s}?", "What does {s} cost?", "Get the price of {s}."))
+    template = rng.choice(
+        (
+            "What is the stock price of {s}?",
+            "price of {s}",
+            "How much is {s}?",
+            "What does {s} cost?",
+            "Get the price of {s}.",
+        )
+    )
     result = str(price) if rng.random() < 0.3 else result_json(rng, price=price)
-    return turn("stock", phrase(rng, template, s=symbol), f"The price of {symbol} is {price}.", (tool,), [Call(name, {parameter: symbol}, result)])
+    return turn(
+        "stock",
+        phrase(rng, template, s=symbol),
+        f"The price of {symbol} is {price}.",
+        (tool,),
+        [Call(name, {parameter: symbol}, result)],
+    )
 
 
 def search(rng: random.Random) -> Turn:
     name = rng.choice(("search", "web_search", "search", "search_web"))
     parameter = rng.choice(("query", "query", "q", "text"))
-    tool = function(rng, name, rng.choice(("Search the web.", "Find pages on the web")), {parameter: text("What to search for")})
+    tool = function(
+        rng, name, rng.choice(("Search the web.", "Find pages on the web")), {parameter: text("What to search for")}
+    )
     query, found = " ".join(draw_words(rng, 0.2)), " ".join(draw_words(rng, 0.1))
-    template = rng.choice(("Search for {q}.", "Search the web for {q}.", "Find {q}", "Look up {q}.", "Please search for {q}."))
+    template = rng.choice(
+        ("Search for {q}.", "Search the web for {q}.", "Find {q}", "Look up {q}.", "Please search for {q}.")
+    )
     result = found if rng.random() < 0.4 else result_json(rng, **{rng.choice(("result", "results", "text")): found})
-    return turn("search", phrase(rng, template, q=query), f"I found this: {found}", (tool,), [Call(name, {parameter: query}, result)])
+    return turn(
+        "search",
+        phrase(rng, template, q=query),
+        f"I found this: {found}",
+        (tool,),
+        [Call(name, {parameter: query}, result)],
+    )
 
 
 def by_name(rng: random.Random) -> Turn:
@@ -179,10 +253,16 @@ def by_name(rng: random.Random) -> Turn:
     name = "_".join(rng.sample(words.WORDS, 2))
     parameter = rng.choice(words.WORDS)
     numeric = rng.random() < 0.3
-    tool = function(rng, name, f"The {name.replace('_', ' ')} function.", {parameter: integer("a value") if numeric else text("a value")})
+    tool = function(
+        rng,
+        name,
+        f"The {name.replace('_', ' ')} function.",
+        {parameter: integer("a value") if numeric else text("a value")},
+    )
     value: str | int = rng.randrange(1000) if numeric else rng.choice(words.CITIES + words.WORDS)
     template = rng.choice((
-        "Call {f} with {p} {v}.", "Use {f} with {p} {v}", "Call {f} with {p} = {v}", "Run {f} for {p} {v}.", "Use the tool {f} with {p} {v}.",
+        "Call {f} with {p} {v}.", "Use {f} with {p} {v}", "Call {f} with {p} = {v}", "Run {f} for {p} {v}.",
+        "Use the tool {f} with {p} {v}.",
     ))  # fmt: skip
     outcome = rng.choice((str(rng.randrange(1000)), " ".join(draw_words(rng, 0.1))))
     result = outcome if rng.random() < 0.4 else result_json(rng, result=outcome)
@@ -193,9 +273,18 @@ def by_name(rng: random.Random) -> Turn:
 def turn(kind: str, user: str, answer: str, tools: tuple[Json, ...], calls: list[Call]) -> Turn:
     """A tool turn; its key is the call itself, so other names for the same request are not the same item."""
     arguments = " ".join(str(value) for call in calls for value in call.arguments.values())
-    plan = f"I call {calls[0].name} for {arguments}." if len(calls) == 1 else f"I call {calls[0].name} {len(calls)} times."
+    plan = (
+        f"I call {calls[0].name} for {arguments}." if len(calls) == 1 else f"I call {calls[0].name} {len(calls)} times."
+    )
     return Turn(
-        "tool", f"{kind} {user} {answer}", user, answer, "The tool has answered.", tools=tools, calls=tuple(calls), call_thought=plan
+        "tool",
+        f"{kind} {user} {answer}",
+        user,
+        answer,
+        "The tool has answered.",
+        tools=tools,
+        calls=tuple(calls),
+        call_thought=plan,
     )
 
 
@@ -213,8 +302,8 @@ def failed(rng: random.Random, made: Turn) -> Turn:
     result = f"Error: {error}" if rng.random() < 0.3 else result_json(rng, error=error)
     call = made.calls[0]
     return Turn(
-        made.task, made.key, made.user, f"The tool reported an error: {error}", "The tool has failed.", tools=made.tools,
-        calls=(Call(call.name, call.arguments, result),), call_thought=made.call_thought,
+        made.task, made.key, made.user, f"The tool reported an error: {error}", "The tool has failed.",
+        tools=made.tools, calls=(Call(call.name, call.arguments, result),), call_thought=made.call_thought,
     )  # fmt: skip
 
 
@@ -229,7 +318,16 @@ def tool_turn(rng: random.Random) -> Turn:
     others = rng.sample([maker for maker in makers if maker not in rivals], rng.choice((0, 0, 0, 1, 1, 2)))
     tools = [*made.tools, *(other(rng).tools[0] for other in others)]
     rng.shuffle(tools)
-    return Turn(made.task, made.key, made.user, made.answer, made.thought, tools=tuple(tools), calls=made.calls, call_thought=made.call_thought)
+    return Turn(
+        made.task,
+        made.key,
+        made.user,
+        made.answer,
+        made.thought,
+        tools=tuple(tools),
+        calls=made.calls,
+        call_thought=made.call_thought,
+    )
 
 
 def idle_tools(rng: random.Random) -> tuple[Json, ...]:

@@ -2,6 +2,7 @@
 
 Everything the model can know about the world is written here; what is not here it has to copy from the prompt.
 """
+# ruff: noqa: SIM905  (two hundred words are easier to read as one text)
 
 NAMES = (
     "Anna Ben Clara David Emma Felix Greta Henry Ida Jonas Kim Lena Max Nora Oscar Paula Quinn Rosa Sam Tina Umar Vera "
@@ -23,7 +24,9 @@ WORDS = (
     "alpha beta gamma delta robot rocket planet laser tensor cache token model server"
 ).split()
 
-ANIMALS = "cat dog fox bear mouse rabbit owl frog horse duck lion wolf sheep goat turtle dragon penguin squirrel".split()
+ANIMALS = (
+    "cat dog fox bear mouse rabbit owl frog horse duck lion wolf sheep goat turtle dragon penguin squirrel".split()
+)
 PLACES = "forest garden village castle valley lake mountain farm island city beach market".split()
 JOBS = "baker doctor teacher sailor singer farmer painter nurse pilot cook gardener writer driver engineer".split()
 HOBBIES = "music chess football reading cooking dancing swimming painting running cycling hiking singing".split()
@@ -58,10 +61,14 @@ CONTINENTS = {
     "South America": ["Brazil", "Argentina", "Chile", "Peru", "Colombia", "Ecuador", "Uruguay"],
 }
 
-CITIES = [city for city in CAPITALS.values() if " " not in city] + (
-    "Munich Hamburg Milan Naples Venice Barcelona Porto Zurich Geneva Lyon Boston Chicago Dallas Denver Seattle Miami "
-    "Toronto Sydney Osaka Mumbai Delhi Shanghai Dubai Lagos"
-).split() + ["New York", "San Francisco", "Hong Kong", "Cape Town"]
+CITIES = (
+    [city for city in CAPITALS.values() if " " not in city]
+    + (
+        "Munich Hamburg Milan Naples Venice Barcelona Porto Zurich Geneva Lyon Boston Chicago Dallas Denver Seattle "
+        "Miami Toronto Sydney Osaka Mumbai Delhi Shanghai Dubai Lagos"
+    ).split()
+    + ["New York", "San Francisco", "Hong Kong", "Cape Town"]
+)
 
 OPPOSITES = dict(
     pair.split("=")
@@ -92,13 +99,18 @@ PLURALS = dict(
         "wolf=wolves,knife=knives,sheep=sheep"
     ).split(",")
 )
-LEGS = dict(cat=4, dog=4, horse=4, cow=4, spider=8, ant=6, bee=6, duck=2, hen=2, snake=0, crab=10, fish=0)
-SYMBOLS = dict(
-    gold="Au", silver="Ag", iron="Fe", oxygen="O", hydrogen="H", carbon="C", helium="He", copper="Cu", lead="Pb", tin="Sn"
-)
+LEGS = {
+    "cat": 4, "dog": 4, "horse": 4, "cow": 4, "spider": 8, "ant": 6, "bee": 6, "duck": 2, "hen": 2, "snake": 0,
+    "crab": 10, "fish": 0,
+}  # fmt: skip
+SYMBOLS = {
+    "gold": "Au", "silver": "Ag", "iron": "Fe", "oxygen": "O", "hydrogen": "H", "carbon": "C", "helium": "He",
+    "copper": "Cu", "lead": "Pb", "tin": "Sn",
+}  # fmt: skip
 THING_COLORS = {
     "the sky": "blue", "grass": "green", "snow": "white", "a banana": "yellow", "coal": "black", "blood": "red",
-    "an orange": "orange", "a lemon": "yellow", "milk": "white", "the sea": "blue", "a tomato": "red", "chocolate": "brown",
+    "an orange": "orange", "a lemon": "yellow", "milk": "white", "the sea": "blue", "a tomato": "red",
+    "chocolate": "brown",
 }  # fmt: skip
 QUANTITIES = {
     "days": {"a week": 7, "a year": 365, "January": 31, "June": 30},
@@ -117,15 +129,21 @@ QUANTITIES = {
 ONE_OFF = {
     "the largest planet": "Jupiter", "the red planet": "Mars", "the planet closest to the sun": "Mercury",
     "the largest ocean": "the Pacific", "the longest river": "the Nile", "the highest mountain": "Mount Everest",
-    "the largest animal": "the blue whale", "the fastest land animal": "the cheetah", "the tallest animal": "the giraffe",
+    "the largest animal": "the blue whale", "the fastest land animal": "the cheetah",
+    "the tallest animal": "the giraffe",
     "the first month of the year": "January", "the last month of the year": "December",
     "the first day of the week": "Monday", "the coldest season": "winter", "the warmest season": "summer",
-    "the first letter of the alphabet": "A", "the last letter of the alphabet": "Z", "the author of Hamlet": "Shakespeare",
-    "the painter of the Mona Lisa": "Leonardo da Vinci", "the largest country": "Russia", "the freezing point of water": "0 degrees",
+    "the first letter of the alphabet": "A", "the last letter of the alphabet": "Z",
+    "the author of Hamlet": "Shakespeare",
+    "the painter of the Mona Lisa": "Leonardo da Vinci", "the largest country": "Russia",
+    "the freezing point of water": "0 degrees",
     "the boiling point of water": "100 degrees", "the smallest prime number": "2", "frozen water": "ice",
 }  # fmt: skip
 
-SYLLABLES = "ba be bi bo da de di do fa fi ga go ka ke ki ko la le li lo ma mi mo na ne no pa pi po ra re ri ro sa se si so ta te ti to va vi zo zu".split()  # noqa: E501
+SYLLABLES = (
+    "ba be bi bo da de di do fa fi ga go ka ke ki ko la le li lo ma mi mo na ne no pa pi po ra re ri ro sa se si so "
+    "ta te ti to va vi zo zu"
+).split()
 
 SYSTEMS = (
     "You are a helpful assistant.",
