@@ -102,8 +102,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Muon soon makes the layers write vectors of norm 60, in which a tied embedding of the usual std 0.02 drowns. It
-        # starts large here, and the last norm small to keep the logits near 1.
+        # Muon soon makes the layers write vectors of norm 60, in which a tied embedding of the usual std 0.02 drowns.
+        # It starts large here, and the last norm small to keep the logits near 1.
         self.embedding = nn.Parameter(torch.randn(VOCAB_ROWS, HIDDEN) * 0.5)
         self.norm = nn.Parameter(torch.full((HIDDEN,), 0.125))
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
@@ -204,8 +204,10 @@ def micro_batches(items: list[Tokens]) -> list[Batch]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm-up over 100 steps, flat for 40 %, then straight to zero."""
-    return min(1.0, (step + 1) / 100, (1 - step / steps) / 0.6)
+    """Warm-up over 100 steps, flat up to 600, then straight to zero: the schedule of the committed weights."""
+    if step < 600:
+        return min(1.0, (step + 1) / 100)
+    return (1 - step / steps) / 0.6
 
 
 def optimizers(model: Model, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
@@ -366,7 +368,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1280)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.015)
     parser.add_argument("--adam-lr", type=float, default=0.005)
