@@ -1,7 +1,7 @@
 """Exact-match accuracy of the demo model on held-out items, per task and mode.
 
 `python -m demo.evaluate --min` prints the table and exits 1 when a task is below its floor. What writes the answers is
-any `Generate`; here it is transformers, so the table is independent of nanoserve's own forward pass.
+any `Generate`: nanoserve's own engine, or transformers (`--engine transformers`), which knows nothing of our code.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,22 @@ class Generate(Protocol):
     """Continues prompts, each given as token ids, until the end of turn; the ids it returns end before it."""
 
     def __call__(self, prompts: Sequence[list[int]]) -> list[list[int]]: ...
+
+
+class EngineGenerate:
+    """nanoserve's own engine: continuous batching in this process, greedy or with the checkpoint's sampling defaults."""
+
+    def __init__(self, folder: Path, *, dtype: str, sample: bool, seed: int) -> None:
+        from nanoserve import LLM
+
+        self.llm = LLM(str(folder), dtype=dtype, max_num_seqs=64, seed=seed)
+        params = replace(self.llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
+        self.params = params if sample else replace(params, temperature=0.0)
+
+    def __call__(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        answers = self.llm.generate(list(prompts), self.params)
+        outputs = [answer.outputs[0] for answer in answers]
+        return [list(out.token_ids[: -1 if out.finish_reason == "stop" else None]) for out in outputs]
 
 
 class TransformersGenerate:
@@ -184,7 +200,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="checkpoint to measure")
     parser.add_argument("--count", type=int, default=200, help="items per task and mode")
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--engine", choices=("nanoserve", "transformers"), default="nanoserve")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="float32 is what is served")
     parser.add_argument(
         "--sample", action="store_true", help="sample as generation_config.json says, instead of greedy"
     )
@@ -193,7 +210,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(args.seed)
-    generate = TransformersGenerate(args.folder, dtype=getattr(torch, args.dtype), sample=args.sample)
+    generate: Generate
+    if args.engine == "nanoserve":
+        generate = EngineGenerate(args.folder, dtype=args.dtype, sample=args.sample, seed=args.seed)
+    else:
+        generate = TransformersGenerate(args.folder, dtype=getattr(torch, args.dtype), sample=args.sample)
     outcomes = evaluate(generate, load_tokenizer(args.folder), held_out(args.seed, args.count))
     counts = shares(outcomes)
     print(markdown(counts))

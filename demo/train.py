@@ -247,7 +247,7 @@ def config() -> Qwen3Config:
         rms_norm_eps=EPS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
-        dtype="bfloat16",
+        dtype="float32",  # what it is computed in; the weights are stored in bf16
     )
 
 
