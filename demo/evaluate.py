@@ -42,7 +42,7 @@ class Generate(Protocol):
 
 
 class EngineGenerate:
-    """nanoserve's own engine: continuous batching in this process, greedy or with the checkpoint's sampling defaults."""
+    """nanoserve's own engine in this process, greedy or with the checkpoint's sampling defaults."""
 
     def __init__(self, folder: Path, *, dtype: str, sample: bool, seed: int) -> None:
         from nanoserve import LLM
