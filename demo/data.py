@@ -47,20 +47,20 @@ class Example:
 
 # The mixture: how often a task is the last turn of a conversation.
 MIXTURE: dict[Maker, float] = {
-    tasks.addition: 14,
-    tasks.subtraction: 14,
-    tasks.multiplication: 6,
-    tasks.fact: 12,
-    tasks.quantity: 1.5,
-    tasks.listing: 2,
-    tasks.repeat: 7,
-    tasks.reverse: 8,
-    tasks.small_talk: 3,
-    tasks.beyond: 6,
-    tasks.story: 4,
-    tasks.extraction: 10,
-    tasks.json_answer: 4,
-    tool_turn: 13,
+    tasks.addition: 10,
+    tasks.subtraction: 15,
+    tasks.multiplication: 3,
+    tasks.fact: 8,
+    tasks.quantity: 0.5,
+    tasks.listing: 1,
+    tasks.repeat: 12,
+    tasks.reverse: 15,
+    tasks.small_talk: 2,
+    tasks.beyond: 4,
+    tasks.story: 2,
+    tasks.extraction: 20,
+    tasks.json_answer: 8,
+    tool_turn: 26,
 }
 # Tasks whose answers are short enough for the past of a conversation.
 PAST: dict[Maker, float] = {
@@ -109,7 +109,7 @@ def calls_text(turn: Turn) -> str:
 
 def past(rng: random.Random, split: Split, long: bool) -> list[Message]:
     """Earlier turns: none, a few, or in a long conversation many."""
-    count = rng.randrange(8, 40) if long else rng.choices((0, 1, 2, 3, 5, 8), weights=(35, 12, 13, 15, 15, 10))[0]
+    count = rng.randrange(4, 12) if long else rng.choices((0, 1, 2, 3), weights=(60, 20, 14, 6))[0]
     return [message for _ in range(count) for message in said(draw(rng, weighted(rng, PAST), split))]
 
 
