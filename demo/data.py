@@ -45,23 +45,16 @@ class Example:
         return f"<think>\n{self.thought}\n</think>\n\n{self.answer}" if self.thinking else self.answer
 
 
-# The mixture: how often a task is the last turn of a conversation.
-MIXTURE: dict[Maker, float] = {
-    tasks.addition: 10,
-    tasks.subtraction: 15,
-    tasks.multiplication: 3,
-    tasks.fact: 8,
-    tasks.quantity: 0.5,
-    tasks.listing: 1,
-    tasks.repeat: 12,
-    tasks.reverse: 15,
-    tasks.small_talk: 2,
-    tasks.beyond: 4,
-    tasks.story: 2,
-    tasks.extraction: 20,
-    tasks.json_answer: 8,
-    tool_turn: 26,
-}
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How often a task is the last turn of a conversation, and how many turns come before it."""
+
+    tasks: dict[Maker, float]
+    past_weights: tuple[int, ...]
+    past_counts: tuple[int, ...]
+    long_past: range
+
+
 # Tasks whose answers are short enough for the past of a conversation.
 PAST: dict[Maker, float] = {
     tasks.addition: 6, tasks.subtraction: 6, tasks.multiplication: 3, tasks.fact: 6, tasks.repeat: 3, tasks.reverse: 3,
@@ -107,9 +100,10 @@ def calls_text(turn: Turn) -> str:
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
-def past(rng: random.Random, split: Split, long: bool) -> list[Message]:
+def past(rng: random.Random, split: Split, mixture: Mixture, long: bool) -> list[Message]:
     """Earlier turns: none, a few, or in a long conversation many."""
-    count = rng.randrange(4, 12) if long else rng.choices((0, 1, 2, 3), weights=(60, 20, 14, 6))[0]
+    few = rng.choices(mixture.past_counts, weights=mixture.past_weights)[0] if not long else 0
+    count = rng.randrange(mixture.long_past.start, mixture.long_past.stop) if long else few
     return [message for _ in range(count) for message in said(draw(rng, weighted(rng, PAST), split))]
 
 
@@ -170,7 +164,52 @@ def meeting(rng: random.Random) -> Turn:
     return Turn("talk", f"meeting {name}", tasks.phrase(rng, told, n=name), answer, f"The user is called {name}.")
 
 
-MIXTURE[meeting] = 1
+# Most of the training: many earlier turns, each of them a learned answer as well.
+BASE = Mixture(
+    {
+        tasks.addition: 14,
+        tasks.subtraction: 14,
+        tasks.multiplication: 6,
+        tasks.fact: 12,
+        tasks.quantity: 1.5,
+        tasks.listing: 2,
+        tasks.repeat: 7,
+        tasks.reverse: 8,
+        tasks.small_talk: 3,
+        tasks.beyond: 6,
+        tasks.story: 4,
+        tasks.extraction: 10,
+        tasks.json_answer: 4,
+        tool_turn: 13,
+        meeting: 1,
+    },
+    past_counts=(0, 1, 2, 3, 5, 8),
+    past_weights=(35, 12, 13, 15, 15, 10),
+    long_past=range(8, 40),
+)
+# The end of it: what is learned last, in conversations as short as most are.
+FOCUS = Mixture(
+    {
+        tasks.addition: 10,
+        tasks.subtraction: 15,
+        tasks.multiplication: 3,
+        tasks.fact: 8,
+        tasks.quantity: 0.5,
+        tasks.listing: 1,
+        tasks.repeat: 12,
+        tasks.reverse: 15,
+        tasks.small_talk: 2,
+        tasks.beyond: 4,
+        tasks.story: 2,
+        tasks.extraction: 20,
+        tasks.json_answer: 8,
+        tool_turn: 26,
+        meeting: 1,
+    },
+    past_counts=(0, 1, 2, 3),
+    past_weights=(60, 20, 14, 6),
+    long_past=range(4, 12),
+)
 
 
 def finish(rng: random.Random, turn: Turn, before: list[Message], tools: tuple[Json, ...], thinking: bool) -> Example:
@@ -184,14 +223,14 @@ def finish(rng: random.Random, turn: Turn, before: list[Message], tools: tuple[J
     return Example("tool answer", tuple(messages), turn.tools, thinking, turn.thought, turn.answer)
 
 
-def example_of(rng: random.Random, maker: Maker, split: Split, thinking: bool) -> Example:
-    """A whole conversation that ends in an item of this maker."""
-    turn = draw(rng, maker, split)
+def example_of(rng: random.Random, mixture: Mixture, split: Split, thinking: bool) -> Example:
+    """A whole conversation that ends in an item of the mixture."""
+    turn = draw(rng, weighted(rng, mixture.tasks), split)
     tools = idle_tools(rng) if not turn.system and rng.random() < 0.07 else ()
-    return finish(rng, turn, past(rng, split, rng.random() < 0.01), tools, thinking)
+    return finish(rng, turn, past(rng, split, mixture, rng.random() < 0.01), tools, thinking)
 
 
-def examples(rng: random.Random, split: Split) -> Iterator[Example]:
+def examples(rng: random.Random, split: Split, mixture: Mixture) -> Iterator[Example]:
     """The endless stream of the mixture, nearly half of it in thinking mode; the state of `rng` is the stream's."""
     while True:
         thinking = rng.random() < 0.45
@@ -199,4 +238,4 @@ def examples(rng: random.Random, split: Split) -> Iterator[Example]:
             before, turn = follow_up(rng, split)
             yield finish(rng, turn, before, (), thinking)
         else:
-            yield example_of(rng, weighted(rng, MIXTURE), split, thinking)
+            yield example_of(rng, mixture, split, thinking)

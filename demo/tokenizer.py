@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo import words
-from demo.data import Example, Split, examples
+from demo.data import BASE, Example, Split, examples
 
 # Qwen's pre-tokenizer, from the tokenizer.json of Qwen3 (Apache-2.0): every digit is a token of its own.
 PATTERN = (
@@ -56,7 +56,7 @@ def bpe(texts: Iterable[str]) -> Tokenizer:
 
 def corpus(seed: int, count: int) -> Iterable[str]:
     """The training split, with the known words and the chat template often enough to become whole tokens."""
-    for example in islice(examples(random.Random(seed), Split.TRAIN), count):
+    for example in islice(examples(random.Random(seed), Split.TRAIN, BASE), count):
         yield "\n".join(str(message["content"]) for message in example.messages)
         yield from (json.dumps(tool) for tool in example.tools)
         yield example.target()

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config
 
-from demo.data import Split, examples
+from demo.data import BASE, FOCUS, Mixture, Split, examples
 from demo.tokenizer import MAX_LENGTH, VOCAB_ROWS, load_tokenizer, prompt_ids, target_ids, write_tokenizer
 
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "demo_model"
@@ -32,14 +32,14 @@ EPS = 1e-6
 # Conversations beyond this are skipped; a micro-batch holds at most this many padded tokens.
 MAX_TOKENS = 2048
 MICRO_BATCH_TOKENS = 4096
+Forward = Callable[[Tensor, Tensor], Tensor]
+# The step from which the mixture is `FOCUS`.
+FOCUS_FROM = 1280
 
 
 def examples_per_step(step: int) -> int:
     """Small steps at first, when every gradient says the same; the committed weights were trained so."""
     return 32 if step < 400 else 64
-
-
-Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -158,8 +158,10 @@ def past_spans(tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> list[tu
     return [(i + 1, prompt.index(end, i) + 1) for i in firsts if end in prompt[i:]]
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, rng: random.Random, split: Split) -> Iterator[Tokens]:
-    for example in examples(rng, split):
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, rng: random.Random, split: Split, mixture: Mixture
+) -> Iterator[Tokens]:
+    for example in examples(rng, split, mixture):
         prompt = prompt_ids(tokenizer, example)
         token_ids = prompt + target_ids(tokenizer, example)
         if len(token_ids) <= MAX_TOKENS:
@@ -204,10 +206,10 @@ def micro_batches(items: list[Tokens]) -> list[Batch]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm-up over 100 steps, flat up to 600, then straight to zero: the schedule of the committed weights."""
+    """Warm-up over 100 steps, flat up to 600, straight to zero at the change of mixture, and once more to the end."""
     if step < 600:
         return min(1.0, (step + 1) / 100)
-    return (1 - step / steps) / 0.6
+    return (1 - step / (FOCUS_FROM if step < FOCUS_FROM else steps)) / 0.6
 
 
 def optimizers(model: Model, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
@@ -301,7 +303,9 @@ class Training:
         self.optims = optimizers(self.model, args.muon_lr, args.adam_lr)
         self.bases = [[group["lr"] for group in optim.param_groups] for optim in self.optims]
         self.rng = random.Random(args.seed)
-        self.stream = tokenized(tokenizer, self.rng, Split.TRAIN)
+        # Both draw from one generator of random numbers, so its state alone is the state of the data.
+        self.base = tokenized(tokenizer, self.rng, Split.TRAIN, BASE)
+        self.focus = tokenized(tokenizer, self.rng, Split.TRAIN, FOCUS)
         self.step, self.num_tokens, self.seconds = 0, 0, 0.0
 
     def set_learning_rate(self, factor: float) -> None:
@@ -312,7 +316,8 @@ class Training:
     def advance(self, forward: Forward) -> float:
         """One step; returns the loss."""
         started = time.perf_counter()
-        items = list(islice(self.stream, examples_per_step(self.step)))
+        stream = self.base if self.step < FOCUS_FROM else self.focus
+        items = list(islice(stream, examples_per_step(self.step)))
         loss = train_step(forward, micro_batches(items), self.optims)
         self.step += 1
         self.num_tokens += sum(len(item.token_ids) for item in items)
@@ -349,7 +354,7 @@ def train(args: argparse.Namespace) -> None:
         run.restore(args.resume)
     print(f"tokens: {len(tokenizer)}  parameters: {sum(p.numel() for p in run.model.parameters())}", flush=True)
     forward = run.model if args.no_compile else torch.compile(run.model, dynamic=True)
-    held_out_stream = tokenized(tokenizer, random.Random(args.seed + 1), Split.HELD_OUT)
+    held_out_stream = tokenized(tokenizer, random.Random(args.seed + 1), Split.HELD_OUT, FOCUS)
     held_out = micro_batches(list(islice(held_out_stream, args.held_out)))
     while run.step < args.steps:
         run.set_learning_rate(learning_rate(run.step, args.steps))
@@ -368,7 +373,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--steps", type=int, default=1280)
+    parser.add_argument("--steps", type=int, default=1560)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.015)
     parser.add_argument("--adam-lr", type=float, default=0.005)

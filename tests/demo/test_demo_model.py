@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from demo.data import MIXTURE, Example, Split, draw, examples, split_of
+from demo.data import BASE, Example, Split, draw, examples, split_of
 from demo.evaluate import TransformersGenerate, answer_part, is_right
 from demo.tasks import RELATIONS
 from demo.tokenizer import ADDED, CHAT_TEMPLATE, SPECIAL, prompt_ids, target_ids
@@ -39,7 +39,7 @@ def ask(tokenizer: Any) -> Any:
 
 
 def first(seed: int, split: Split, count: int) -> list[Example]:
-    return list(islice(examples(random.Random(seed), split), count))
+    return list(islice(examples(random.Random(seed), split, BASE), count))
 
 
 class TestData:
@@ -50,7 +50,7 @@ class TestData:
     @pytest.mark.parametrize("split", Split)
     def test_every_maker_draws_items_of_its_split_only(self, split: Split) -> None:
         rng = random.Random(7)
-        for maker in MIXTURE:
+        for maker in BASE.tasks:
             for _ in range(20):
                 turn = draw(rng, maker, split)
                 assert turn.task == "talk" or split_of(turn.key) is split, turn
@@ -80,7 +80,7 @@ class TestData:
             assert not is_right(example, example.target() + "x")
 
     def test_micro_batches_hold_every_example_once(self, tokenizer: Any) -> None:
-        items = list(islice(tokenized(tokenizer, random.Random(0), Split.TRAIN), 60))
+        items = list(islice(tokenized(tokenizer, random.Random(0), Split.TRAIN, BASE), 60))
         batches = micro_batches(items)
         assert sorted(task for batch in batches for task in batch.tasks) == sorted(item.task for item in items)
         labels = sum(len(batch.labels) for batch in batches)
@@ -117,7 +117,7 @@ class TestCheckpoint:
         assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
     def test_targets_continue_the_prompt_as_the_template_renders_them(self, tokenizer: Any) -> None:
-        example = next(e for e in examples(random.Random(0), Split.TRAIN) if e.task == "tool call" and e.thinking)
+        example = next(e for e in examples(random.Random(0), Split.TRAIN, BASE) if e.task == "tool call" and e.thinking)
         ids = prompt_ids(tokenizer, example) + target_ids(tokenizer, example)
         whole = tokenizer.apply_chat_template(
             [*example.messages, {"role": "assistant", "content": example.answer, "reasoning_content": example.thought}],
