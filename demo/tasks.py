@@ -130,9 +130,10 @@ def addition(rng: random.Random) -> Turn:
 
 
 def subtraction(rng: random.Random) -> Turn:
-    """Never below zero: the smaller number is taken away."""
-    b, a = sorted((operand(rng), operand(rng)))
-    user = question(rng, a, b, "-", DIFFERENCE_WORDS + EATEN)
+    a, b = operand(rng), operand(rng)
+    if a < b and rng.random() < 0.75:
+        a, b = b, a
+    user = question(rng, a, b, "-", DIFFERENCE_WORDS + (EATEN if a >= b else ()))
     return Turn("difference", f"difference {a} {b}", user, f"{a} - {b} = {a - b}", difference_thought(a, b))
 
 
@@ -648,11 +649,18 @@ def extraction(rng: random.Random) -> Turn:
 
 
 def json_answer(rng: random.Random) -> Turn:
-    """A capital as a JSON object with one field."""
-    country = rng.choice(list(words.CAPITALS))
-    name = rng.choice(("capital", "city", "answer"))
-    template = rng.choice(RELATIONS[0].questions)
-    capital = words.CAPITALS[country]
-    system, user = with_schema(rng, template.format(x=country), schema_of(rng, [(name, "string")]))
-    key, thought = f"json capital {country} {template}", f"The capital of {country} is {capital}."
-    return Turn("json", key, user, json.dumps({name: capital}), thought, system=system)
+    """A capital, a sum or a product as a JSON object with one field."""
+    if rng.random() < 0.5:
+        country = rng.choice(list(words.CAPITALS))
+        name = rng.choice(("capital", "city", "answer"))
+        template = rng.choice(RELATIONS[0].questions)
+        question_, value, kind = template.format(x=country), words.CAPITALS[country], "string"
+        key, thought = f"json capital {country} {template}", f"The capital of {country} is {value}."
+    else:
+        a, b = operand(rng), operand(rng)
+        name = rng.choice(("result", "sum", "answer"))
+        question_, value, kind = question(rng, a, b, "+", SUM_WORDS), str(a + b), "integer"
+        key, thought = f"sum {a} {b}", sum_thought(a, b) + f"\n{a} + {b} = {a + b}"
+    system, user = with_schema(rng, question_, schema_of(rng, [(name, kind)]))
+    record = {name: int(value) if kind == "integer" else value}
+    return Turn("json", key, user, json.dumps(record), thought, system=system)
