@@ -187,7 +187,7 @@ BASE = Mixture(
     past_weights=(35, 12, 13, 15, 15, 10),
     long_past=range(8, 40),
 )
-# The end of it: what is learned last, in conversations as short as most are.
+# Then what is learned last, in conversations as short as most are.
 FOCUS = Mixture(
     {
         tasks.addition: 10,
@@ -204,6 +204,32 @@ FOCUS = Mixture(
         tasks.extraction: 20,
         tasks.json_answer: 8,
         tool_turn: 26,
+        meeting: 1,
+    },
+    past_counts=(0, 1, 2, 3),
+    past_weights=(60, 20, 14, 6),
+    long_past=range(4, 12),
+)
+
+
+# The end, and what is measured: the tasks cut down to what a model of this size gets right.
+FINAL = Mixture(
+    {
+        tasks.addition: 11,
+        tasks.whole_subtraction: 18,
+        tasks.multiplication: 3,
+        tasks.fact: 9,
+        tasks.quantity: 0.5,
+        tasks.listing: 0.5,
+        tasks.count_up: 4,
+        tasks.repeat: 8,
+        tasks.reverse: 15,
+        tasks.small_talk: 3,
+        tasks.beyond: 4,
+        tasks.story: 3,
+        tasks.extraction: 18,
+        tasks.json_digits: 7,
+        tool_turn: 24,
         meeting: 1,
     },
     past_counts=(0, 1, 2, 3),

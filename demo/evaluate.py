@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from demo.data import FOCUS, Example, Split, examples
+from demo.data import FINAL, Example, Split, examples
 from demo.tokenizer import load_tokenizer, prompt_ids
 
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "demo_model"
@@ -142,7 +142,7 @@ def held_out(seed: int, count: int) -> list[Example]:
     """`count` held-out items of every measured task and mode, in the mixture's own contexts."""
     wanted = {(task, thinking) for task in TASKS for thinking in (False, True)}
     chosen: dict[tuple[str, bool], list[Example]] = defaultdict(list)
-    for example in examples(random.Random(seed), Split.HELD_OUT, FOCUS):
+    for example in examples(random.Random(seed), Split.HELD_OUT, FINAL):
         group = chosen[example.task, example.thinking]
         if example.task not in UNMEASURED and len(group) < count:
             group.append(example)

@@ -137,6 +137,14 @@ def subtraction(rng: random.Random) -> Turn:
     return Turn("difference", f"difference {a} {b}", user, f"{a} - {b} = {a - b}", difference_thought(a, b))
 
 
+def whole_subtraction(rng: random.Random) -> Turn:
+    """Subtraction whose result is not negative."""
+    while True:
+        turn = subtraction(rng)
+        if " = -" not in turn.answer:
+            return turn
+
+
 def multiplication(rng: random.Random) -> Turn:
     """The table up to 12 x 12, each product a fact: the phrasing is held out, not the product."""
     a, b = rng.randrange(13), rng.randrange(13)
@@ -333,7 +341,15 @@ def listing(rng: random.Random) -> Turn:
         answer = ", ".join(LISTS[name]) + "."
         return Turn("count", f"list {name} {template}", phrase(rng, template, x=name), answer, f"I list the {name}.")
     first = 1 if rng.random() < 0.6 else rng.randrange(60)
-    last = first + rng.randrange(1, 30)
+    return counting(rng, first, first + rng.randrange(1, 30))
+
+
+def count_up(rng: random.Random) -> Turn:
+    """Counting from 1 to at most 20."""
+    return counting(rng, 1, rng.randrange(2, 21))
+
+
+def counting(rng: random.Random, first: int, last: int) -> Turn:
     templates: tuple[str, ...] = (
         "Count from {a} to {b}.",
         "Please count from {a} to {b}.",
@@ -648,8 +664,13 @@ def extraction(rng: random.Random) -> Turn:
     return Turn("json", f"json {sentence}", user, json.dumps(record), thought, system=system)
 
 
-def json_answer(rng: random.Random) -> Turn:
-    """A capital, a sum or a product as a JSON object with one field."""
+def json_digits(rng: random.Random) -> Turn:
+    """A capital or the sum of two digits as JSON: there is no room to write the question down first."""
+    return json_answer(rng, below=10)
+
+
+def json_answer(rng: random.Random, below: int = 0) -> Turn:
+    """A capital or a sum as a JSON object with one field."""
     if rng.random() < 0.5:
         country = rng.choice(list(words.CAPITALS))
         name = rng.choice(("capital", "city", "answer"))
@@ -657,7 +678,7 @@ def json_answer(rng: random.Random) -> Turn:
         question_, value, kind = template.format(x=country), words.CAPITALS[country], "string"
         key, thought = f"json capital {country} {template}", f"The capital of {country} is {value}."
     else:
-        a, b = operand(rng), operand(rng)
+        a, b = (rng.randrange(below), rng.randrange(below)) if below else (operand(rng), operand(rng))
         name = rng.choice(("result", "sum", "answer"))
         question_, value, kind = question(rng, a, b, "+", SUM_WORDS), str(a + b), "integer"
         key, thought = f"sum {a} {b}", sum_thought(a, b) + f"\n{a} + {b} = {a + b}"

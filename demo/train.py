@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config
 
-from demo.data import BASE, FOCUS, Mixture, Split, examples
+from demo.data import BASE, FINAL, FOCUS, Mixture, Split, examples
 from demo.tokenizer import MAX_LENGTH, VOCAB_ROWS, load_tokenizer, prompt_ids, target_ids, write_tokenizer
 
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "demo_model"
@@ -33,8 +33,8 @@ EPS = 1e-6
 MAX_TOKENS = 2048
 MICRO_BATCH_TOKENS = 4096
 Forward = Callable[[Tensor, Tensor], Tensor]
-# The step from which the mixture is `FOCUS`.
-FOCUS_FROM = 1280
+# The steps at which the mixture changes: `BASE`, `FOCUS`, `FINAL`.
+FOCUS_FROM, FINAL_FROM = 1280, 1560
 
 
 def examples_per_step(step: int) -> int:
@@ -206,10 +206,11 @@ def micro_batches(items: list[Tokens]) -> list[Batch]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm-up over 100 steps, flat up to 600, straight to zero at the change of mixture, and once more to the end."""
+    """Warm-up over 100 steps, flat up to 600, then straight to zero at the end of each mixture."""
     if step < 600:
         return min(1.0, (step + 1) / 100)
-    return (1 - step / (FOCUS_FROM if step < FOCUS_FROM else steps)) / 0.6
+    end = FOCUS_FROM if step < FOCUS_FROM else FINAL_FROM if step < FINAL_FROM else steps
+    return (1 - step / end) / 0.6
 
 
 def optimizers(model: Model, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
@@ -303,9 +304,8 @@ class Training:
         self.optims = optimizers(self.model, args.muon_lr, args.adam_lr)
         self.bases = [[group["lr"] for group in optim.param_groups] for optim in self.optims]
         self.rng = random.Random(args.seed)
-        # Both draw from one generator of random numbers, so its state alone is the state of the data.
-        self.base = tokenized(tokenizer, self.rng, Split.TRAIN, BASE)
-        self.focus = tokenized(tokenizer, self.rng, Split.TRAIN, FOCUS)
+        # All draw from one generator of random numbers, so its state alone is the state of the data.
+        self.streams = [tokenized(tokenizer, self.rng, Split.TRAIN, mixture) for mixture in (BASE, FOCUS, FINAL)]
         self.step, self.num_tokens, self.seconds = 0, 0, 0.0
 
     def set_learning_rate(self, factor: float) -> None:
@@ -316,7 +316,7 @@ class Training:
     def advance(self, forward: Forward) -> float:
         """One step; returns the loss."""
         started = time.perf_counter()
-        stream = self.base if self.step < FOCUS_FROM else self.focus
+        stream = self.streams[(self.step >= FOCUS_FROM) + (self.step >= FINAL_FROM)]
         items = list(islice(stream, examples_per_step(self.step)))
         loss = train_step(forward, micro_batches(items), self.optims)
         self.step += 1
@@ -354,7 +354,7 @@ def train(args: argparse.Namespace) -> None:
         run.restore(args.resume)
     print(f"tokens: {len(tokenizer)}  parameters: {sum(p.numel() for p in run.model.parameters())}", flush=True)
     forward = run.model if args.no_compile else torch.compile(run.model, dynamic=True)
-    held_out_stream = tokenized(tokenizer, random.Random(args.seed + 1), Split.HELD_OUT, FOCUS)
+    held_out_stream = tokenized(tokenizer, random.Random(args.seed + 1), Split.HELD_OUT, FINAL)
     held_out = micro_batches(list(islice(held_out_stream, args.held_out)))
     while run.step < args.steps:
         run.set_learning_rate(learning_rate(run.step, args.steps))
@@ -373,7 +373,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--steps", type=int, default=1560)
+    parser.add_argument("--steps", type=int, default=1900)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon-lr", type=float, default=0.015)
     parser.add_argument("--adam-lr", type=float, default=0.005)
