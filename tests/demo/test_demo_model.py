@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from demo.data import BASE, Example, Split, draw, examples, split_of
+from demo.data import BASE, FINAL, Example, Split, draw, examples, split_of
 from demo.evaluate import TransformersGenerate, answer_part, is_right
 from demo.tasks import RELATIONS
 from demo.tokenizer import ADDED, CHAT_TEMPLATE, SPECIAL, prompt_ids, target_ids
@@ -50,7 +50,7 @@ class TestData:
     @pytest.mark.parametrize("split", Split)
     def test_every_maker_draws_items_of_its_split_only(self, split: Split) -> None:
         rng = random.Random(7)
-        for maker in BASE.tasks:
+        for maker in BASE.tasks | FINAL.tasks:
             for _ in range(20):
                 turn = draw(rng, maker, split)
                 assert turn.task == "talk" or split_of(turn.key) is split, turn
