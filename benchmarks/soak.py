@@ -63,7 +63,8 @@ def bodies(count: int, seed: int) -> list[dict[str, object]]:
 
 async def answer(client: httpx.AsyncClient, body: dict[str, object], tally: Tally) -> str:
     """The joined text of one stream; raises on an error event, a missing [DONE] or a bad status."""
-    text, done, last, first = [], False, time.perf_counter(), True
+    text, done, first = [], False, True
+    sent = last = time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
             raise RuntimeError(f"status {response.status_code}: {(await response.aread())[:200]!r}")
@@ -82,7 +83,7 @@ async def answer(client: httpx.AsyncClient, body: dict[str, object], tally: Tall
                 delta = choice["delta"]
                 piece = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
                 if piece and first:
-                    tally.ttft_s.append(now - last)
+                    tally.ttft_s.append(now - sent)
                     first = False
                 text.append(piece)
                 tally.num_tokens += bool(piece)
