@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.engine import Offline, over_http
-from benchmarks.report import percentile, summary, table, write
+from benchmarks.report import Trace, percentile, summary, table, write
 from benchmarks.workloads import Workload
 
 
@@ -62,10 +62,7 @@ def main() -> None:
     print(f"written: {write('http_overhead', figures | {'streams': summary(traces)}).name}")
 
 
-def _ttft(trace: object) -> float:
-    from benchmarks.report import Trace
-
-    assert isinstance(trace, Trace)
+def _ttft(trace: Trace) -> float:
     return trace.token_times_s[0] - trace.sent_s
 
 

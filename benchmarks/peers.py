@@ -15,7 +15,7 @@ class TransformersPeer:
     """transformers' own batched generation: one left-padded batch, greedy, run until its longest request is done.
 
     Only the tokens that were asked for count, so a request's tokens beyond its own length are waste, as they are for a
-    user. ``max_batch_size`` splits the workload into several batches, longest first.
+    user.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
