@@ -47,6 +47,7 @@ class LinkServer:
         self.secret = secrets.token_hex(16)
         self._replica = replica
         self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens on a free port; returns the address."""
@@ -58,9 +59,12 @@ class LinkServer:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        for writer in self._writers:
+            writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         feeding: asyncio.Task[Any] | None = None
+        self._writers.add(writer)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = greetings.decode(await read_frame(reader))
@@ -79,6 +83,7 @@ class LinkServer:
         finally:
             if feeding is not None:
                 feeding.cancel()
+            self._writers.discard(writer)
             writer.close()
 
     async def _feed(self, feed: AsyncIterator[Hello | list[FeedItem]], writer: asyncio.StreamWriter) -> None:
