@@ -1,20 +1,24 @@
 """Which replica takes a request: a pure function of what the feeds last told.
 
 The cost of a replica is counted in tokens: those of the prompt that it must compute, those that wait there already, and
-a flat price for each request it runs. Prefixes therefore attract, and queues repel. Affinity is bounded, as in
-consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016): a replica with clearly more requests
-than the mean is taken last, whatever it holds, so that one hot prefix spreads. Without any prefix this is least load.
+a flat price for each request it runs (weights found with ``benchmarks.routing``). So prefixes attract, and queues
+repel. Affinity is bounded, as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016): a
+replica with clearly more requests than the mean is taken last, whatever it holds, so that one hot prefix spreads.
+Without any prefix this is least load.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-REQUEST_TOKENS = 48
-"""What one more running request costs a replica's others, in tokens of prefill: a longer wait is worth this much KV."""
+COMPUTED_WEIGHT = 4
+"""A prompt token to compute against one that waits: waiting delays this request alone, computing takes from all."""
 
-LOAD_BOUND = 1.15
-LOAD_SLACK = 2
+REQUEST_TOKENS = 96
+"""What one more running request costs a replica's others, in waiting tokens."""
+
+LOAD_BOUND = 1.25
+LOAD_SLACK = 8
 """A replica is overloaded beyond ``LOAD_BOUND`` times the mean number of requests and ``LOAD_SLACK`` more."""
 
 
@@ -62,7 +66,8 @@ def rank(loads: Sequence[EngineLoad], demand: Demand) -> list[EngineLoad]:
 
     def cost(load: EngineLoad) -> tuple[bool, float, float, int]:
         num_hits = demand.num_tokens if load.key == home else demand.hit_tokens.get(load.key, 0)
-        tokens = demand.num_tokens - num_hits + load.num_waiting_tokens + REQUEST_TOKENS * load.num_requests
+        tokens = COMPUTED_WEIGHT * (demand.num_tokens - num_hits)
+        tokens += load.num_waiting_tokens + REQUEST_TOKENS * load.num_requests
         return load.num_requests + 1 > limit, tokens, _fullness(load), _mark(demand.tie, load)
 
     return sorted(loads, key=cost)

@@ -37,7 +37,7 @@ def test_a_long_prefix_is_worth_a_short_wait_and_no_more() -> None:
     idle = EngineLoad(key="idle", num_running=2)
     assert order(holder, idle, num_tokens=1000, holder=900)[0] == "holder"
     assert order(holder, idle, num_tokens=1000, holder=16)[0] == "idle"
-    queued = EngineLoad(key="holder", num_running=3, num_waiting_tokens=2000)
+    queued = EngineLoad(key="holder", num_running=3, num_waiting_tokens=4000)
     assert order(queued, idle, num_tokens=1000, holder=900)[0] == "idle"
 
 

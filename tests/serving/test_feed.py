@@ -48,7 +48,7 @@ async def test_a_slow_reader_gets_one_merged_output(rig: Rig) -> None:
 
 async def test_streams_go_on_elsewhere_when_an_engine_is_killed(rig: Rig) -> None:
     await rig.join("a", "b")
-    asked = [request(f"r{i}", 40, seed=i) for i in range(12)]
+    asked = [request(f"r{i}", 80, seed=i) for i in range(12)]
     answers = [asyncio.create_task(ask(rig, each)) for each in asked]
     await until(lambda: rig.log.num_first_tokens == 12)
     rig.transport.kill("a")
