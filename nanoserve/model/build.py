@@ -176,5 +176,6 @@ def _allocate(
         enable_prefix_caching=args.enable_prefix_caching,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
+        num_speculative_tokens=args.max_drafts,
     )
     return pool, scheduler
