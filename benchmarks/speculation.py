@@ -3,9 +3,9 @@
     python -m benchmarks.speculation [--shape 0.6b] [--repeat 5] [--threads 2]
 
 A model of the shape's full cost writes scripted texts (``benchmarks/scripted.py``): ``edit`` gives a prompt of 240
-tokens back with every 20th changed, ``loop`` repeats 60 tokens, ``fresh`` never repeats anything. One stream each, with
-and without speculation in turns; the answers must be equal. Seconds are this thread's own CPU time when --threads is 1
-(other processes do not count), else the wall clock's. Writes benchmarks/results/speculation.json.
+tokens back with every 20th changed, ``loop`` repeats a quarter as many, ``fresh`` never repeats anything. One stream
+each, with and without speculation in turns; the answers must be equal. Seconds are this thread's own CPU time when
+--threads is 1 (other processes do not count), else the wall clock's. Writes benchmarks/results/speculation.json.
 """
 
 import argparse
@@ -49,7 +49,9 @@ def texts(num_tokens: int, seed: int = 0) -> dict[str, Text]:
     edited = tuple(others[i] if i % 20 == 10 else token_id for i, token_id in enumerate(original))
     return {
         "edit": Text(prompt_token_ids=(*original, _TRIGGER), script=edited, num_output_tokens=num_tokens),
-        "loop": Text(prompt_token_ids=(*others, _TRIGGER), script=original[:60], num_output_tokens=num_tokens),
+        "loop": Text(
+            prompt_token_ids=(*others, _TRIGGER), script=original[: num_tokens // 4], num_output_tokens=num_tokens
+        ),
         "fresh": Text(prompt_token_ids=(*others, _TRIGGER), script=fresh, num_output_tokens=num_tokens),
     }
 
@@ -57,6 +59,7 @@ def texts(num_tokens: int, seed: int = 0) -> dict[str, Text]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--tokens", type=int, default=240, help="of a prompt, and of an answer")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -64,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     rows = {}
-    for name, text in texts(min(240, SHAPES[args.shape].hidden_size // 2 - 4)).items():
+    for name, text in texts(min(args.tokens, SHAPES[args.shape].hidden_size // 2 - 4)).items():
         with TemporaryDirectory(dir=args.folder) as folder:
             shape, weights = scripted(SHAPES[args.shape], text.script, trigger=_TRIGGER)
             write_checkpoint(shape, weights, Path(folder))

@@ -35,9 +35,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def sens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.save(checkpoints.sens_model(seed=4), tmp_path_factory.mktemp("sens"))
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def sens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = checkpoints.sens_model(seed=4) if request.param == "dense" else checkpoints.sens_moe_model(seed=4)
+    return checkpoints.save(model, tmp_path_factory.mktemp("sens"))
 
 
 def requests() -> list[GenerateRequest]:
