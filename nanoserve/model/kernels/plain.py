@@ -13,6 +13,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``delta`` to ``x`` in place, then norms it."""
+    return rms_norm(x.add_(delta), weight, eps)
+
+
 def qk_norm_rope(qk: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """RMSNorm over each head, then rotary embedding, of query and key heads together.
 
