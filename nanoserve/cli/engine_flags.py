@@ -26,6 +26,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attention-backend", metavar="NAME", help="native, cpu or reference (default: auto, the first)"
     )
+    group.add_argument(
+        "--enforce-eager", action="store_const", const=True, help="no CUDA graphs; a CPU always runs eagerly"
+    )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices per engine (default: 1)")
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads per engine (default: all, shared)")

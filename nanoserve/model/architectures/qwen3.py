@@ -83,7 +83,7 @@ class Qwen3ForCausalLM:
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, kernels)
         self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
         if self._tied:
-            self.lm_head.share(self.embed_tokens.weight)
+            self.lm_head.share(self.embed_tokens)
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
 
     def slots(self) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ class Library:
     def __init__(self, level: str, path: Path) -> None:
         self.level = level
         self._handle = ctypes.CDLL(str(path))
+        if self.bind("ns_start", "")():
+            raise OSError("the system does not let this process use the level's registers")
         self.bind("ns_set_threads", "l")(default_threads())
 
     def bind(self, name: str, arguments: str) -> Callable[..., Any]:

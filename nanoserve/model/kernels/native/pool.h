@@ -139,4 +139,11 @@ inline void each(int64_t items, F&& f) {
   Pool::get().each(items, f);
 }
 
+// The same on this thread alone where sharing would cost more than it gives.
+template <class F>
+inline void each_if(bool is_worth_sharing, int64_t items, F&& f) {
+  if (is_worth_sharing) return each(items, f);
+  for (int64_t i = 0; i < items; i++) f(i);
+}
+
 }  // namespace nanoserve
