@@ -126,7 +126,7 @@ inline void accumulate_rows(const typename Dot<T>::Row* p, int64_t head_dim, con
   for (; d < head_dim; d += kLanes) add_values<T, kR, 1>(p, head_dim, values, count, o, d);
 }
 
-// Calls f.template operator()<R>(first row) for groups of rows; R is a power of two, so the last group may have padding.
+// Calls f(R, first row) for groups of R rows, a power of two, so the last group may have padding.
 template <class F>
 inline void in_row_groups(int64_t rows, F&& f) {
   for (int64_t r = 0; r < rows;) {
@@ -376,7 +376,8 @@ class Attention {
   void add_run(Scratch& s, SoftmaxState<kRows>& state, int64_t run) const {
     state.clear(s.padded, shape_.head_dim);
     int64_t end = std::min((run + 1) * kRun, s.longest);
-    for (int64_t first = run * kRun; first < end; first += kKeys) add_tile(s, state, first, std::min(kKeys, end - first));
+    for (int64_t first = run * kRun; first < end; first += kKeys)
+      add_tile(s, state, first, std::min(kKeys, end - first));
   }
 
   void write_row(T* to, const float* total, const float* out) const {

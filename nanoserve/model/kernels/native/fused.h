@@ -56,8 +56,8 @@ inline void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
   });
 }
 
-// RMSNorm of one head, then its halves rotated against each other. `cos` and `sin` [head_dim] are the token's; the first
-// half of `sin` is negated.
+// RMSNorm of one head, then its halves rotated against each other. `cos` and `sin` [head_dim] are the token's; the
+// first half of `sin` is negated.
 template <class T>
 inline void norm_and_rotate(float* to, const T* from, const T* weight, float eps, const T* cos, const T* sin,
                             int64_t head_dim) {
@@ -96,7 +96,8 @@ struct Heads {
   int64_t q_stride, k_stride, v_stride;
 };
 
-// How queries and keys are prepared: norms [head_dim] and the tokens' angles, [num_tokens][head_dim] each. All null: not.
+// How queries and keys are prepared: norms [head_dim] and the tokens' angles, [num_tokens][head_dim] each. All null:
+// they are stored as they come.
 template <class T>
 struct Rotary {
   const T *q_norm, *k_norm;
