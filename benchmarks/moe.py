@@ -15,6 +15,9 @@ from torch import Tensor
 from benchmarks.make_checkpoint import SHAPES, MoEShape
 from benchmarks.report import table, write
 from nanoserve.model.config import MoEConfig
+from nanoserve.model.kernels import choose_kernels, plain
+from nanoserve.model.kernels.base import Kernels
+from nanoserve.model.kernels.native import library
 from nanoserve.model.layers.moe import SparseMoE
 from nanoserve.model.quant import LINEAR_METHODS, linear_method
 from nanoserve.model.quant.base import LinearMethod, PreparedLinear
@@ -44,17 +47,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if (native := library()) is not None:
+        native.set_threads(args.threads)
     shape = SHAPES[args.shape]
     assert isinstance(shape, MoEShape), "the choices say so"
     methods: dict[str, LinearMethod] = {"torch": TorchGrouped(), "nanoserve": linear_method(args.quantization)}
-    layers = {name: make_layer(shape, method) for name, method in methods.items()}
+    fused = choose_kernels(shape.hidden_size, shape.moe_intermediate_size)
+    layers = {name: make_layer(shape, method, plain if name == "torch" else fused) for name, method in methods.items()}
     rows = {f"{count} tokens": compare(layers, shape, count, args.repeat) for count in args.rows}
     print(table(rows))
     record = {"shape": args.shape, "quantization": args.quantization, "threads": args.threads, "layers": rows}
     print(f"written: {write('moe', record).name}")
 
 
-def make_layer(shape: MoEShape, method: LinearMethod) -> SparseMoE:
+def make_layer(shape: MoEShape, method: LinearMethod, kernels: Kernels) -> SparseMoE:
     config = MoEConfig(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.num_experts_per_tok,
@@ -62,7 +68,7 @@ def make_layer(shape: MoEShape, method: LinearMethod) -> SparseMoE:
         normalizes_weights=shape.norm_topk_prob,
         dense_layers=frozenset(),
     )
-    layer = SparseMoE(config, shape.hidden_size, dtype=torch.bfloat16, method=method)
+    layer = SparseMoE(config, shape.hidden_size, dtype=torch.bfloat16, method=method, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
     for weight in layer.slots("").values():
         weight.normal_(0.0, 0.02, generator=generator)

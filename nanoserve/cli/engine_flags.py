@@ -20,7 +20,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     memory = group.add_mutually_exclusive_group()
     memory.add_argument("--kv-cache-memory", metavar="SIZE", help="such as 4GiB")
     memory.add_argument("--memory-fraction", type=float, metavar="F", help="share of the free memory for the KV cache")
-    group.add_argument("--attention-backend", metavar="NAME", help="(default: auto)")
+    group.add_argument(
+        "--kv-cache-dtype", metavar="NAME", help="auto or int8, which holds twice the tokens (default: auto)"
+    )
+    group.add_argument(
+        "--attention-backend", metavar="NAME", help="native, cpu or reference (default: auto, the first)"
+    )
     group.add_argument(
         "--enforce-eager", action="store_const", const=True, help="no CUDA graphs; a CPU always runs eagerly"
     )

@@ -56,8 +56,9 @@ class EngineArgs:
     """The engine flags of ``nanoserve serve``, ``LLM(...)`` and the Serve builder: same names, same meaning.
 
     ``model``: a folder, a hub id or "demo". ``kv_cache_memory``: bytes or "4GiB"; None takes ``memory_fraction`` of
-    what is free after loading. ``max_model_len`` None: the model's own, cut to what the KV pool can hold.
-    ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of which None means 8, needs the latter.
+    what is free after loading. ``kv_cache_dtype``: "auto" (the activations') or "int8". ``max_model_len`` None: the
+    model's own, cut to what the KV pool can hold. ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of
+    which None means 8, needs the latter.
     """
 
     model: str = "demo"
@@ -69,6 +70,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: str | int | None = None
+    kv_cache_dtype: str = "auto"
     memory_fraction: float | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"

@@ -71,6 +71,11 @@ class ModelConfig:
     dtype: str
     moe: MoEConfig | None = None
 
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Sizes of the rows that norms and activations see."""
+        return (self.hidden_size, self.intermediate_size, *((self.moe.intermediate_size,) if self.moe else ()))
+
 
 def load_config(folder: Path, architectures: tuple[str, ...]) -> ModelConfig:
     """Reads ``folder/config.json``; ``architectures`` are the names that can be built.

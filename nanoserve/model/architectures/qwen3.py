@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanoserve.model.attention.base import AttentionBackend
 from nanoserve.model.config import ModelConfig
+from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.layers.attention import Attention
 from nanoserve.model.layers.embedding import Embedding
 from nanoserve.model.layers.linear import Linear
@@ -44,11 +45,12 @@ class DecoderLayer:
         dtype: torch.dtype,
         method: LinearMethod,
         backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, dtype)
+        self.input_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.self_attn = Attention(config, dtype=dtype, method=method, backend=backend)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.mlp = mlp
 
     def slots(self, prefix: str) -> dict[str, Tensor]:
@@ -63,9 +65,13 @@ class DecoderLayer:
         self.self_attn.prepare()
         self.mlp.prepare()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object
+    ) -> Tensor:
+        """Adds ``delta`` (of the layer before) and attention to the residual stream ``x`` in place; gives its own."""
+        normed = self.input_layernorm(x) if delta is None else self.input_layernorm.after_adding(x, delta)
+        attended = self.self_attn(normed, cos, sin, kv, metadata)
+        return self.mlp(self.post_attention_layernorm.after_adding(x, attended))
 
 
 class Qwen3ForCausalLM:
@@ -78,23 +84,31 @@ class Qwen3ForCausalLM:
         dtype: torch.dtype,
         method: LinearMethod,
         backend: AttentionBackend,
+        kernels: Kernels,
         max_positions: int,
     ) -> None:
         hidden, vocab = config.hidden_size, config.vocab_size
         self._tied = config.tie_word_embeddings
         self.embed_tokens = Embedding(vocab, hidden, dtype)
-        mlps = [self.feed_forward(config, i, dtype=dtype, method=method) for i in range(config.num_layers)]
-        self.layers = [DecoderLayer(config, mlp, dtype=dtype, method=method, backend=backend) for mlp in mlps]
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        mlps = [
+            self.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
+            for index in range(config.num_layers)
+        ]
+        self.layers = [
+            DecoderLayer(config, mlp, dtype=dtype, method=method, backend=backend, kernels=kernels) for mlp in mlps
+        ]
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, kernels)
         self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
         if self._tied:
             self.lm_head.share(self.embed_tokens)
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
 
     @staticmethod
-    def feed_forward(config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod) -> FeedForward:
+    def feed_forward(
+        config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> FeedForward:
         """The feed-forward layer of decoder layer ``index``."""
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, method=method)
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, method=method, kernels=kernels)
 
     def slots(self) -> dict[str, Tensor]:
         """Checkpoint name -> memory to fill. With tied embeddings there is no ``lm_head.weight`` to load."""
@@ -113,9 +127,10 @@ class Qwen3ForCausalLM:
         """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
         x = self.embed_tokens(token_ids)
         cos, sin = self._rotary(positions)
+        delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
-            x = layer(x, cos, sin, kv, metadata)
-        return x
+            delta = layer(x, delta, cos, sin, kv, metadata)
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] of :meth:`forward` -> [num_rows, vocab_size]."""

@@ -8,6 +8,7 @@ import torch
 
 from nanoserve.model.architectures.qwen3 import FeedForward, Qwen3ForCausalLM
 from nanoserve.model.config import ModelConfig
+from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.layers.moe import SparseMoE
 from nanoserve.model.quant.base import LinearMethod
 
@@ -16,8 +17,10 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """The dense network with other feed-forward layers."""
 
     @staticmethod
-    def feed_forward(config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod) -> FeedForward:
+    def feed_forward(
+        config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> FeedForward:
         assert config.moe is not None, "the configuration of a mixture of experts says so"
         if index in config.moe.dense_layers:
-            return Qwen3ForCausalLM.feed_forward(config, index, dtype=dtype, method=method)
-        return SparseMoE(config.moe, config.hidden_size, dtype=dtype, method=method)
+            return Qwen3ForCausalLM.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
+        return SparseMoE(config.moe, config.hidden_size, dtype=dtype, method=method, kernels=kernels)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanoserve.model.config import MoEConfig
-from nanoserve.model.kernels import plain
-from nanoserve.model.quant.base import LinearMethod
+from nanoserve.model.kernels.base import Kernels
+from nanoserve.model.quant.base import LinearMethod, PreparedLinear
 from nanoserve.model.quant.experts import PreparedExperts, prepare_experts
+from nanoserve.model.quant.none import NoQuantization
 
 
 class Router:
@@ -21,15 +21,21 @@ class Router:
 
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         self.weight = torch.empty(config.num_experts, hidden_size, dtype=dtype)
+        self._linear: PreparedLinear
         self._num_chosen = config.num_experts_per_token
         self._normalizes = config.normalizes_weights
+
+    def prepare(self) -> None:
+        """Takes full precision whatever the experts take: it is small, and its order decides."""
+        self._linear = NoQuantization().prepare(self.weight, None)
+        self.weight = self.weight[:0].clone()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[num_tokens, hidden_size] -> weights (float32) and expert ids, each [num_tokens, num_chosen], best first.
 
         Probabilities are those of a softmax over all experts in float32; normalised, the chosen ones add up to one.
         """
-        probabilities = functional.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
+        probabilities = self._linear(x).softmax(dim=-1, dtype=torch.float32)
         weights, expert_ids = probabilities.topk(self._num_chosen, dim=-1)
         return (weights / weights.sum(dim=-1, keepdim=True) if self._normalizes else weights), expert_ids
 
@@ -75,12 +81,15 @@ class ExpertLinear:
 class SparseMoE:
     """Experts that are each ``down(silu(gate(x)) * up(x))``, weighted by the router."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype, method: LinearMethod) -> None:
+    def __init__(
+        self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> None:
         count, inner = config.num_experts, config.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate = Router(config, hidden_size, dtype)
         self.gate_up_proj = ExpertLinear(count, hidden_size, parts, dtype=dtype, method=method)
         self.down_proj = ExpertLinear(count, inner, {"down_proj": hidden_size}, dtype=dtype, method=method)
+        self._silu_and_mul, self._weighted_sum = kernels.silu_and_mul, kernels.weighted_sum
         self._num_experts = count
 
     def slots(self, prefix: str) -> dict[str, Tensor]:
@@ -89,6 +98,7 @@ class SparseMoE:
         return router | self.gate_up_proj.slots(experts) | self.down_proj.slots(experts)
 
     def prepare(self) -> None:
+        self.gate.prepare()
         self.gate_up_proj.prepare()
         self.down_proj.prepare()
 
@@ -99,7 +109,7 @@ class SparseMoE:
         flat = expert_ids.flatten()
         order = flat.argsort(stable=True)
         ends = flat.bincount(minlength=self._num_experts).cumsum(0, dtype=torch.int32)
-        inner = plain.silu_and_mul(self.gate_up_proj(x[order // num_chosen], ends))
-        chosen = torch.empty((len(flat), x.shape[1]), dtype=x.dtype)
-        chosen[order] = self.down_proj(inner, ends)
-        return torch.bmm(weights.to(x.dtype)[:, None], chosen.view(-1, num_chosen, x.shape[1]))[:, 0]
+        inner = self._silu_and_mul(self.gate_up_proj(x[order // num_chosen], ends))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        return self._weighted_sum(self.down_proj(inner, ends), places.view_as(expert_ids), weights)
