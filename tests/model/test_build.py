@@ -33,7 +33,6 @@ def args(folder: Path, **overrides: Any) -> EngineArgs:
     [
         ("tensor_parallel_size", 2, "must be 1"),
         ("tensor_parallel_size", 0, "must be 1"),
-        ("quantization", "int8", "not built yet"),
         ("quantization", "fp8", "not built yet"),
         ("deterministic", True, "not built yet"),
         ("device", "cuda", "cuda"),

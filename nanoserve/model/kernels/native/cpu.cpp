@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "gemm.h"
+#include "integer.h"
 #include "pool.h"
 
 #define NS_EXPORT extern "C" __attribute__((visibility("default")))
@@ -59,3 +60,28 @@ NS_EXPORT void ns_gather_bf16(const int64_t* ids, int64_t count, const bf16* pac
 NS_EXPORT void ns_gather_float(const int64_t* ids, int64_t count, const float* packed, float* y, int64_t k) {
   gather(ids, count, packed, y, k, k);
 }
+
+// Quantized weights: `packed` of ns_int{8,4}_bytes, `scales` (float) and `sums` (int32) of ns_padded(n) entries. Inputs,
+// outputs and biases are bfloat16 or float, as the name ends.
+NS_EXPORT int64_t ns_padded(int64_t n) { return ceil_div(n, kPanel) * kPanel; }
+NS_EXPORT int64_t ns_int8_bytes(int64_t n, int64_t k) { return ns_padded(n) * int_steps(k) * 4; }
+NS_EXPORT int64_t ns_int4_bytes(int64_t n, int64_t k) { return ceil_div(n, kPanel) * ceil_div(k, kChunk) * kChunkBytes; }
+
+#define NS_INTEGER(bits, suffix, type, packed_type)                                                                  \
+  NS_EXPORT void ns_pack_int##bits##_##suffix(const type* w, int64_t ldw, packed_type* packed, float* scales,       \
+                                              int32_t* sums, int64_t n, int64_t k) {                                \
+    pack_int##bits(w, ldw, packed, scales, sums, n, k);                                                             \
+  }                                                                                                                 \
+  NS_EXPORT void ns_linear_int##bits##_##suffix(const type* x, int64_t ldx, const uint8_t* packed,                  \
+                                                const float* scales, const int32_t* sums, const type* bias, type* y, \
+                                                int64_t ldy, int64_t rows, int64_t n, int64_t k) {                  \
+    linear_int##bits(x, ldx, IntWeight{packed, scales, sums}, bias, y, ldy, rows, n, k);                            \
+  }                                                                                                                 \
+  NS_EXPORT void ns_gather_int##bits##_##suffix(const int64_t* ids, int64_t count, const uint8_t* packed,           \
+                                                const float* scales, type* y, int64_t k) {                          \
+    gather_int##bits(ids, count, IntWeight{packed, scales, nullptr}, y, k);                                         \
+  }
+NS_INTEGER(8, bf16, bf16, int8_t)
+NS_INTEGER(8, float, float, int8_t)
+NS_INTEGER(4, bf16, bf16, uint8_t)
+NS_INTEGER(4, float, float, uint8_t)

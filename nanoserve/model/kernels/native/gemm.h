@@ -117,7 +117,7 @@ struct Vectors {
   typedef typename Dot::A A;
   typedef typename Dot::Acc Acc;
   static constexpr int kAPerStep = Dot::kAPerStep;
-  static constexpr int kRows = kLanes == 16 ? 14 : 6;
+  static constexpr int64_t kRows = kLanes == 16 ? 14 : 6;
   static int panels_at_once(int64_t rows) {
     if (kLanes == 16) return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
     return rows == 1 ? 2 : 1;
@@ -151,7 +151,7 @@ struct Vectors {
   template <int R, class F>
   static void dispatch(int64_t count, F&& f) {
     if (count == R) return f(std::integral_constant<int, R>());
-    if constexpr (R < kRows) dispatch<R + 1>(count, f);
+    if constexpr (R < (int)kRows) dispatch<R + 1>(count, f);
   }
 };
 
@@ -170,7 +170,7 @@ struct Tiles {
   typedef std::conditional_t<kIsInt, int8_t, bf16> A;
   typedef std::conditional_t<kIsInt, int32_t, float> Acc;
   static constexpr int kAPerStep = kIsInt ? 4 : 2;
-  static constexpr int kRows = 32;
+  static constexpr int64_t kRows = 32;
   static constexpr int kPrefetch = 1024;  // words ahead: two tiles, as more is slower
   static int panels_at_once(int64_t rows) { return rows <= 16 ? 2 : 1; }
   static void begin() { configured() = 0; }
@@ -313,55 +313,84 @@ struct FloatOut {
   static void put(bf16& to, float x) { to = narrow(x); }
 };
 
-// Items are (slice of rows, run of panels). In one, panels are the outer loop, K blocks the middle and rows the inner
-// one: the block of a panel stays in L1, the slice of A in L2.
-template <class Kernel, class Panel, class Out>
-void multiply(const typename Kernel::A* a, int64_t lda, Panel&& panel, const Shape& shape, Out&& out) {
-  typedef typename Kernel::Acc Acc;
-  if (shape.rows <= 0) return;
-  int64_t row_bytes = shape.steps * Kernel::kAPerStep * (int64_t)sizeof(typename Kernel::A);
-  int64_t fitting = std::max<int64_t>(kSliceBytes / row_bytes / Kernel::kRows, 1) * Kernel::kRows;
-  int64_t slices = ceil_div(shape.rows, fitting);
-  int64_t slice = ceil_div(ceil_div(shape.rows, slices), Kernel::kRows) * Kernel::kRows;
-  slices = ceil_div(shape.rows, slice);
-  int at_once = Kernel::panels_at_once(std::min(shape.rows, slice));
-  int64_t run = std::max<int64_t>(at_once, std::min<int64_t>(8, shape.panels() / (8 * Pool::get().threads())));
-  run = run / at_once * at_once;
-  int64_t runs = ceil_div(shape.panels(), run);
-  bool is_small = shape.rows * shape.columns * shape.steps < kSmallWork;
-  each_if(!is_small, slices * runs, [&](int64_t item) {
-    int64_t first_row = item / runs * slice, end_row = std::min(first_row + slice, shape.rows);
-    int64_t first = item % runs * run, end = std::min(first + run, shape.panels());
-    Kernel::begin();
-    Acc* c = (Acc*)scratch<Kernel>(sizeof(Acc) * at_once * slice * kPanel);
-    for (int64_t p = first; p < end; p += at_once) {
-      int panels = (int)std::min<int64_t>(at_once, end - p);
-      int64_t rows = end_row - first_row;
-      int64_t block = rows <= Kernel::kRows ? shape.steps : kBlockSteps;
-      auto b = panel(p, panels);
-      for (int64_t step = 0; step < shape.steps; step += block)
-        for (int64_t row = 0; row < rows; row += Kernel::kRows) {
-          int64_t count = std::min<int64_t>(Kernel::kRows, rows - row);
-          Kernel::block(a + (first_row + row) * lda + step * Kernel::kAPerStep, lda, count, b.words + step * kPanel,
-                        b.stride, c + row * kPanel * at_once, std::min(block, shape.steps - step), panels, step == 0);
-        }
-      for (int64_t row = 0; row < rows; row += Kernel::kRows) {
-        int64_t count = std::min<int64_t>(Kernel::kRows, rows - row);
-        for (int i = 0; i < panels; i++) {
-          int64_t column = (p + i) * kPanel;
-          out(c + row * kPanel * at_once + i * count * kPanel, first_row + row, count, column,
-              std::min(kPanel, shape.columns - column));
-        }
-      }
-    }
-    Kernel::end();
-  });
-}
-
+// Where panels lie: the first one asked for, and words from one to the next.
 struct Panels {
   const uint32_t* words;
-  int64_t stride;  // words from one panel to the next
+  int64_t stride;
 };
+
+// Panels of a packed weight, read where they are.
+struct Packed {
+  const uint32_t* words;
+  int64_t stride;
+  Panels operator()(int64_t first, int) const { return {words + first * stride, stride}; }
+};
+
+// One product, cut into items that threads can do in any order: (slice of rows, run of panels). In an item, panels are
+// the outer loop, K blocks the middle and rows the inner one: the block of a panel stays in L1, the slice of A in L2.
+// `panel(first, count)` gives Panels; `out(c, row, count, column, width)` takes finished sums [count][32].
+template <class Kernel, class Panel, class Out>
+struct Product {
+  typedef typename Kernel::A A;
+  typedef typename Kernel::Acc Acc;
+  const A* a;
+  int64_t lda;
+  Panel panel;
+  Shape shape;
+  Out out;
+  int64_t slice, slices, run, runs;
+  int at_once;
+
+  Product(const A* a, int64_t lda, Panel panel, const Shape& shape, Out out)
+      : a(a), lda(lda), panel(panel), shape(shape), out(out) {
+    int64_t row_bytes = shape.steps * Kernel::kAPerStep * (int64_t)sizeof(A);
+    int64_t fitting = std::max<int64_t>(kSliceBytes / row_bytes / Kernel::kRows, 1) * Kernel::kRows;
+    slices = std::max<int64_t>(ceil_div(shape.rows, fitting), 1);
+    slice = ceil_div(ceil_div(shape.rows, slices), Kernel::kRows) * Kernel::kRows;
+    slices = shape.rows ? ceil_div(shape.rows, slice) : 0;
+    at_once = Kernel::panels_at_once(std::min(shape.rows, slice));
+    run = std::min<int64_t>(8, shape.panels() / (8 * Pool::get().threads())) / at_once * at_once;
+    run = std::max<int64_t>(run, at_once);
+    runs = ceil_div(shape.panels(), run);
+  }
+
+  int64_t items() const { return slices * runs; }
+  bool is_worth_sharing() const { return shape.rows * shape.columns * shape.steps >= kSmallWork; }
+
+  void operator()(int64_t item) const {
+    int64_t first_row = item / runs * slice, rows = std::min(slice, shape.rows - first_row);
+    int64_t first = item % runs * run, end = std::min(first + run, shape.panels());
+    Kernel::begin();
+    for (int64_t p = first; p < end; p += at_once) one(first_row, rows, p, (int)std::min<int64_t>(at_once, end - p));
+    Kernel::end();
+  }
+
+ private:
+  void one(int64_t first_row, int64_t rows, int64_t p, int panels) const {
+    Acc* c = (Acc*)scratch<Kernel>(sizeof(Acc) * at_once * slice * kPanel);
+    int64_t block = rows <= Kernel::kRows ? shape.steps : kBlockSteps;
+    Panels b = panel(p, panels);
+    for (int64_t step = 0; step < shape.steps; step += block)
+      for (int64_t row = 0; row < rows; row += Kernel::kRows)
+        Kernel::block(a + (first_row + row) * lda + step * Kernel::kAPerStep, lda, std::min(Kernel::kRows, rows - row),
+                      b.words + step * kPanel, b.stride, c + row * kPanel * at_once,
+                      std::min(block, shape.steps - step), panels, step == 0);
+    for (int64_t row = 0; row < rows; row += Kernel::kRows) {
+      int64_t count = std::min(Kernel::kRows, rows - row);
+      for (int i = 0; i < panels; i++) {
+        int64_t column = (p + i) * kPanel;
+        out(c + row * kPanel * at_once + i * count * kPanel, first_row + row, count, column,
+            std::min(kPanel, shape.columns - column));
+      }
+    }
+  }
+};
+
+template <class Kernel, class Panel, class Out>
+void multiply(const typename Kernel::A* a, int64_t lda, Panel panel, const Shape& shape, Out out) {
+  Product<Kernel, Panel, Out> product(a, lda, panel, shape, out);
+  each_if(product.is_worth_sharing(), product.items(), product);
+}
 
 // ---- what Python calls ----
 
@@ -422,16 +451,13 @@ inline void linear_bf16(const bf16* x, int64_t ldx, const uint32_t* packed, cons
   Shape shape{rows, n, bf16_steps(k)};
   int64_t lda, stride = shape.steps * kPanel;
   auto a = prepare<Bf16Kernel>(x, ldx, shape, k, &lda);
-  auto panels = [&](int64_t p, int) { return Panels{packed + p * stride, stride}; };
-  multiply<Bf16Kernel>(a, lda, panels, shape, FloatOut<bf16>{y, ldy, bias});
+  multiply<Bf16Kernel>(a, lda, Packed{packed, stride}, shape, FloatOut<bf16>{y, ldy, bias});
 }
 
 inline void linear_float(const float* x, int64_t ldx, const uint32_t* packed, const float* bias, float* y, int64_t ldy,
                          int64_t rows, int64_t n, int64_t k) {
   Shape shape{rows, n, k};
-  int64_t stride = k * kPanel;
-  auto panels = [&](int64_t p, int) { return Panels{packed + p * stride, stride}; };
-  multiply<FloatKernel>(x, ldx, panels, shape, FloatOut<float>{y, ldy, bias});
+  multiply<FloatKernel>(x, ldx, Packed{packed, k * kPanel}, shape, FloatOut<float>{y, ldy, bias});
 }
 
 }  // namespace nanoserve
