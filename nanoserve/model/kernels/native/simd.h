@@ -55,6 +55,9 @@ inline Ints sub32(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints sub8(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 inline Ints mul32(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints mul16(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 template <int N> inline Ints right16(Ints x) { return _mm512_srli_epi16(x, N); }
 template <int N> inline Ints left16(Ints x) { return _mm512_slli_epi16(x, N); }
 #else
@@ -87,6 +90,15 @@ inline Ints sub32(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 inline Ints sub8(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 inline Ints mul32(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 inline Ints mul16(Ints a, Ints b) { return _mm256_mullo_epi16(a, b); }
+inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline float largest(Floats x) {
+  float lanes[8], most;
+  _mm256_storeu_ps(lanes, x);
+  most = lanes[0];
+  for (int i = 1; i < 8; i++) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
+inline bool has_nan(Floats x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 template <int N> inline Ints right16(Ints x) { return _mm256_srli_epi16(x, N); }
 template <int N> inline Ints left16(Ints x) { return _mm256_slli_epi16(x, N); }
 #endif
