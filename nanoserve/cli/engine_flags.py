@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from nanoserve.core.config import EngineArgs
+from nanoserve.core.config import SPECULATION, EngineArgs
 
 _DEFAULTS = EngineArgs()
 
@@ -31,6 +31,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices per engine (default: 1)")
+    group.add_argument("--speculation", choices=SPECULATION, help="guess tokens and verify them together")
+    group.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="guesses a request and step (default: 8)"
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads per engine (default: all, shared)")
 
 

@@ -59,7 +59,7 @@ def build(args: EngineArgs) -> LoadedModel:
         dtype=dtype,
         method=method,
         backend=backend,
-        kernels=choose_kernels(config.hidden_size, config.intermediate_size),
+        kernels=choose_kernels(*config.row_sizes),
         max_positions=max_model_len,
     )
     num_parameters, weights_bytes = _load(network, folder)
@@ -194,5 +194,6 @@ def _allocate(
         enable_prefix_caching=args.enable_prefix_caching,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
+        num_speculative_tokens=args.max_drafts,
     )
     return pool, scheduler

@@ -5,6 +5,7 @@ A network here is built empty; :meth:`Qwen3ForCausalLM.slots` maps every checkpo
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,25 @@ from nanoserve.model.layers.rotary import RotaryEmbedding
 from nanoserve.model.quant.base import LinearMethod
 
 
+class FeedForward(Protocol):
+    """The second half of a decoder layer."""
+
+    def slots(self, prefix: str) -> dict[str, Tensor]: ...
+
+    def prepare(self) -> None: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape."""
+        ...
+
+
 class DecoderLayer:
     """Attention, then the feed-forward layer, each behind a norm and added to the residual stream."""
 
     def __init__(
         self,
         config: ModelConfig,
+        mlp: FeedForward,
         *,
         dtype: torch.dtype,
         method: LinearMethod,
@@ -37,7 +51,7 @@ class DecoderLayer:
         self.input_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.self_attn = Attention(config, dtype=dtype, method=method, backend=backend)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, kernels)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, dtype=dtype, method=method, kernels=kernels)
+        self.mlp = mlp
 
     def slots(self, prefix: str) -> dict[str, Tensor]:
         return {
@@ -76,15 +90,25 @@ class Qwen3ForCausalLM:
         hidden, vocab = config.hidden_size, config.vocab_size
         self._tied = config.tie_word_embeddings
         self.embed_tokens = Embedding(vocab, hidden, dtype)
+        mlps = [
+            self.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
+            for index in range(config.num_layers)
+        ]
         self.layers = [
-            DecoderLayer(config, dtype=dtype, method=method, backend=backend, kernels=kernels)
-            for _ in range(config.num_layers)
+            DecoderLayer(config, mlp, dtype=dtype, method=method, backend=backend, kernels=kernels) for mlp in mlps
         ]
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, kernels)
         self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
         if self._tied:
             self.lm_head.share(self.embed_tokens)
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
+
+    @staticmethod
+    def feed_forward(
+        config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> FeedForward:
+        """The feed-forward layer of decoder layer ``index``."""
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, method=method, kernels=kernels)
 
     def slots(self) -> dict[str, Tensor]:
         """Checkpoint name -> memory to fill. With tied embeddings there is no ``lm_head.weight`` to load."""

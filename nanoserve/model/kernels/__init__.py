@@ -6,8 +6,8 @@ from nanoserve.model.kernels.native import library
 from nanoserve.model.kernels.native.fused import NativeKernels
 
 
-def choose_kernels(hidden_size: int, intermediate_size: int) -> Kernels:
+def choose_kernels(*row_sizes: int) -> Kernels:
     """The native operations where they can serve rows of these sizes, else torch's."""
     found = library()
-    fits = hidden_size % 16 == intermediate_size % 16 == 0
+    fits = all(size % 16 == 0 for size in row_sizes)
     return NativeKernels(found) if found is not None and fits else plain

@@ -19,3 +19,10 @@ class Kernels(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of the merged projection [num_tokens, 2 * intermediate]."""
         ...
+
+    def weighted_sum(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """Token t's sum of ``weights[t, j] * rows[places[t, j]]``, in order of j and in float32 -> [num_tokens, size].
+
+        ``rows`` [num_rows, size]; ``places`` int64 and ``weights`` float32 [num_tokens, num_chosen].
+        """
+        ...

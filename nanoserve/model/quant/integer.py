@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from nanoserve.model.kernels.native import Library, library, memory
 from nanoserve.model.quant.base import PreparedLinear
+from nanoserve.model.quant.experts import PreparedExperts, SeparateExperts, check_rows
 
 GROUP = 32
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
@@ -34,6 +35,12 @@ class IntegerWeights:
         if native is not None and weight.device.type == "cpu" and weight.dtype in _NAMES:
             return NativeIntegerLinear(native, self._bits, weight, bias)
         return IntegerLinear(self._bits, weight, bias)
+
+    def prepare_experts(self, weight: Tensor) -> PreparedExperts:
+        native = library()
+        if native is not None and weight.device.type == "cpu" and weight.dtype in _NAMES:
+            return NativeIntegerExperts(native, self._bits, weight)
+        return SeparateExperts([IntegerLinear(self._bits, part, None) for part in weight])
 
 
 class NativeIntegerLinear:
@@ -76,6 +83,36 @@ class NativeIntegerLinear:
         y = torch.empty(len(ids), in_features, dtype=self._dtype)
         packed, scales = self._packed.data_ptr(), self._scales.data_ptr()
         self._gather(ids.contiguous().data_ptr(), len(ids), packed, scales, y.data_ptr(), in_features)
+        return y
+
+
+class NativeIntegerExperts:
+    """The quantized weights of all experts, multiplied in one call (``kernels/native/experts.h``)."""
+
+    def __init__(self, native: Library, bits: int, weight: Tensor) -> None:
+        name = f"int{bits}_{_NAMES[weight.dtype]}"
+        count, out_features, in_features = self._shape = weight.shape
+        padded = native.bind("ns_padded", "l")(out_features)
+        self._multiply = native.bind(f"ns_experts_{name}", "pppppplll")
+        self._dtype = weight.dtype
+        num_bytes = native.bind(f"ns_int{bits}_bytes", "ll")(out_features, in_features)
+        self._packed = memory.zeros((count, num_bytes), torch.uint8)
+        self._scales = torch.empty(count, padded, dtype=torch.float32)
+        self._sums = torch.empty(count, padded, dtype=torch.int32)
+        pack = native.bind(f"ns_pack_{name}", "plpppll")
+        for expert, packed, scales, sums in zip(weight, self._packed, self._scales, self._sums, strict=True):
+            pack(
+                expert.contiguous().data_ptr(), in_features, packed.data_ptr(), scales.data_ptr(), sums.data_ptr(),
+                out_features, in_features,
+            )  # fmt: skip
+        self.weight_bytes: int = self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        rows, y = check_rows(rows, ends, self._shape, self._dtype)
+        self._multiply(
+            rows.data_ptr(), self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr(), y.data_ptr(),
+            ends.data_ptr(), *self._shape,
+        )  # fmt: skip
         return y
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from nanoserve.model.kernels.native import library
 from nanoserve.model.quant.base import PreparedLinear
+from nanoserve.model.quant.experts import GroupedExperts, NativeExperts, PreparedExperts
 from nanoserve.model.quant.native import NativeLinear
 
 
@@ -62,3 +63,9 @@ class NoQuantization:
         if native is not None and NativeLinear.can_hold(weight):
             return NativeLinear(native, weight, bias)
         return _PackedLinear(weight, bias) if can_pack(weight) else _PlainLinear(weight, bias)
+
+    def prepare_experts(self, weight: Tensor) -> PreparedExperts:
+        native = library()
+        if native is not None and NativeExperts.can_hold(weight):
+            return NativeExperts(native, weight)
+        return GroupedExperts(weight)

@@ -12,6 +12,10 @@ class NativeKernels:
     def __init__(self, library: Library) -> None:
         self._norm = library.bind("ns_add_rms_norm", "lpppfpll")
         self._silu_and_mul = library.bind("ns_silu_and_mul", "lppll")
+        self._weighted_sum = {
+            torch.bfloat16: library.bind("ns_weighted_sum_bf16", "ppplllp"),
+            torch.float32: library.bind("ns_weighted_sum_float", "ppplllp"),
+        }
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -34,4 +38,14 @@ class NativeKernels:
         out = torch.empty(rows, merged_size // 2, dtype=gate_up.dtype)
         is_bf16 = gate_up.dtype == torch.bfloat16
         self._silu_and_mul(is_bf16, gate_up.data_ptr(), out.data_ptr(), rows, merged_size // 2)
+        return out
+
+    def weighted_sum(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        rows, places, weights = rows.contiguous(), places.contiguous(), weights.contiguous()
+        assert places.shape == weights.shape, f"{tuple(places.shape)} places but {tuple(weights.shape)} weights"
+        assert (places.dtype, weights.dtype) == (torch.int64, torch.float32), f"{places.dtype}, {weights.dtype}"
+        out = torch.empty(len(places), rows.shape[1], dtype=rows.dtype)
+        self._weighted_sum[rows.dtype](
+            rows.data_ptr(), places.data_ptr(), weights.data_ptr(), *places.shape, rows.shape[1], out.data_ptr()
+        )
         return out
