@@ -296,6 +296,9 @@ struct Shape {
   int64_t panels() const { return ceil_div(columns, kPanel); }
 };
 
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) { to = narrow(x); }
+
 // Columns [0, width) of a panel's row: `vector(n)` gives kLanes results from column n on, for the rest one by one.
 template <class Y, class Vector>
 inline void put_row(Y* to, int64_t width, Vector&& vector) {

@@ -346,48 +346,86 @@ inline void direct_rows(int64_t count, const int8_t* a, int64_t lda, const int32
   if constexpr (R < kDirectRows) direct_rows<R + 1>(count, a, lda, sums, groups, panel, c);
 }
 
+#else
+constexpr int64_t kDirectMost = 0;
+#endif
+
+// Activations in the forms that a product with int4 weights may want. Null are those that it does not.
+struct Int4Input {
+  const int8_t* plain = nullptr;  // as the nibbles' own product wants them, with the sums of groups
+  const int32_t* sums = nullptr;
+  const IntKernel::A* a = nullptr;
+  float* scales;
+  int64_t width;
+
+  template <class X>
+  Int4Input(const X* x, int64_t ldx, int64_t rows, int64_t k, bool has_few, bool has_many) : width(int_steps(k) * 4) {
+    typedef IntKernel::A A;
+    scales = (float*)scratch<Int4Input>(rows * sizeof(float));
+    if (has_few) {
+      int8_t* to = (int8_t*)scratch<Int4Input[1]>(rows * width);
+      int32_t* group_sums = (int32_t*)scratch<Int4Input[2]>(rows * width / kGroup * sizeof(int32_t));
+      quantize_rows(x, ldx, rows, k, width, 0, to, scales, group_sums);
+      plain = to;
+      sums = group_sums;
+    }
+    if (has_many) {
+      A* to = (A*)scratch<Int4Input[3]>(rows * width);
+      quantize_rows(x, ldx, rows, k, width, kIntOffset, to, scales, nullptr);
+      a = to;
+    }
+  }
+};
+
+// A product with int4 weights: few rows multiply the nibbles themselves, more rows panels that are turned into int8.
 template <class Out>
-inline void multiply_direct(const int8_t* a, int64_t width, const int32_t* sums, const uint8_t* packed,
-                            const Shape& shape, const Out& out) {
-  int64_t groups = width / kGroup, chunks = width / kChunk, runs = ceil_div(shape.panels(), 4);
-  int64_t at_once = ceil_div(shape.rows, ceil_div(shape.rows, kDirectRows));
-  each_if(shape.rows * shape.columns * shape.steps >= kSmallWork, runs, [&](int64_t item) {
+struct Int4Product {
+  typedef Product<IntKernel, Expanded, Out> Many;
+  static constexpr int64_t kRun = 4;  // panels
+  Shape shape;
+  Int4Input input;
+  int64_t first;
+  const uint8_t* packed;
+  Out out;
+  Many many;
+
+  // Rows from `first` on of `input`; `out` counts from there.
+  Int4Product(const Int4Input& input, int64_t first, const uint8_t* packed, const Shape& shape, Out out)
+      : shape(shape), input(input), first(first), packed(packed), out(out),
+        many(input.a + first * input.width, input.width, Expanded{packed, input.width / kChunk}, shape, out) {
+    many.out.offset = kIntOffset;
+    this->out.offset = 0;
+  }
+  bool is_direct() const { return shape.rows <= kDirectMost; }
+  int64_t items() const { return !is_direct() ? many.items() : shape.rows ? ceil_div(shape.panels(), kRun) : 0; }
+
+  void operator()(int64_t item) const {
+    if (!is_direct()) return many(item);
+#ifdef __AVX512F__
+    int64_t groups = input.width / kGroup, panel_bytes = input.width / kChunk * kChunkBytes;
+    int64_t at_once = ceil_div(shape.rows, ceil_div(shape.rows, kDirectRows));
     int32_t c[kDirectRows * kPanel];
-    for (int64_t p = item * 4; p < std::min(item * 4 + 4, shape.panels()); p++)
+    for (int64_t p = item * kRun; p < std::min(item * kRun + kRun, shape.panels()); p++)
       for (int64_t row = 0; row < shape.rows; row += at_once) {
         int64_t count = std::min(at_once, shape.rows - row);
-        direct_rows<1>(count, a + row * width, width, sums + row * groups, groups, packed + p * chunks * kChunkBytes, c);
+        direct_rows<1>(count, input.plain + (first + row) * input.width, input.width,
+                       input.sums + (first + row) * groups, groups, packed + p * panel_bytes, c);
         out(c, row, count, p * kPanel, std::min(kPanel, shape.columns - p * kPanel));
       }
-  });
-}
 #endif
+  }
+};
 
 template <class X>
 inline void linear_int4(const X* x, int64_t ldx, const IntWeight& w, const X* bias, X* y, int64_t ldy, int64_t rows,
                         int64_t n, int64_t k) {
-  Shape shape{rows, n, int_steps(k)};
-  int64_t width = shape.steps * 4;
-  float* scales = (float*)scratch<float[4]>(rows * sizeof(float));
-#ifdef __AVX512F__
-  if (rows && rows <= kDirectMost) {
-    int8_t* a = (int8_t*)scratch<int8_t[4]>(rows * width);
-    int32_t* sums = (int32_t*)scratch<int32_t[4]>(rows * width / kGroup * sizeof(int32_t));
-    quantize_rows(x, ldx, rows, k, width, 0, a, scales, sums);
-    return multiply_direct(a, width, sums, w.packed, shape, IntOut<X>{y, ldy, bias, n, scales, w.scales, w.sums, 0});
-  }
-#endif
-  typedef IntKernel::A A;
-  A* a = (A*)scratch<A[5]>(rows * width);
-  quantize_rows(x, ldx, rows, k, width, kIntOffset, a, scales, nullptr);
-  IntOut<X> out{y, ldy, bias, n, scales, w.scales, w.sums, kIntOffset};
-  multiply<IntKernel>(a, width, Expanded{w.packed, width / kChunk}, shape, out);
+  Int4Input input(x, ldx, rows, k, rows <= kDirectMost, rows > kDirectMost);
+  IntOut<X> out{y, ldy, bias, n, input.scales, w.scales, w.sums, 0};
+  Int4Product<IntOut<X>> product(input, 0, w.packed, Shape{rows, n, int_steps(k)}, out);
+  each_if(product.many.is_worth_sharing(), product.items(), product);
 }
 
 // ---- rows of a quantized weight, for a tied embedding ----
-
-inline void put(float& to, float x) { to = x; }
-inline void put(bf16& to, float x) { to = narrow(x); }
 
 template <class Y>
 inline void gather_int8(const int64_t* ids, int64_t count, const IntWeight& w, Y* y, int64_t k) {
