@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanoserve.core.pooling import PoolingParams
 from nanoserve.core.sampling import SamplingParams
 
 
@@ -27,6 +28,8 @@ class GenerateRequest:
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
     request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
+    ``pooling``: nothing is generated; the request ends with its last prompt token, which is pooled. ``sampling`` is
+    ``NO_SAMPLING`` then.
     """
 
     request_id: str
@@ -39,3 +42,4 @@ class GenerateRequest:
     deadline_s: float | None = None
     cache_salt: str = ""
     num_prior_output_tokens: int = 0
+    pooling: PoolingParams | None = None

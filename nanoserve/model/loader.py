@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_PREFIX = "model."
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that older transformers releases saved
@@ -29,13 +30,14 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that older transformers
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where one tensor lies."""
+    """Where one tensor lies; ``prefix`` stands before its name there."""
 
     file: Path
     handle: Any
+    prefix: str = ""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.handle.get_slice(name).get_shape())
+        return tuple(self.handle.get_slice(self.prefix + name).get_shape())
 
 
 def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
@@ -47,12 +49,32 @@ def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
         CheckpointError: a file is missing or broken, or a tensor is missing, unexpected or of a wrong shape.
     """
     with ExitStack() as stack:
-        stored = _open_all(folder, stack)
+        stored = _named_as(slots, _open_all(folder, stack))
         _check(stored, slots, folder)
         for name, slot in slots.items():
             slot.copy_(_read(stored[name], name))
-        if _LM_HEAD in stored and _LM_HEAD not in slots:
+        if _LM_HEAD in stored and _LM_HEAD not in slots and _EMBEDDING in slots:
             _warn_if_head_differs(stored, slots)
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """The names in the checkpoint's files.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+    with ExitStack() as stack:
+        return frozenset(_open_all(folder, stack))
+
+
+def _named_as(slots: Mapping[str, Tensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """A network without a head knows its tensors by their bare names; some exports keep the prefix all the same."""
+    if _EMBEDDING in slots or _EMBEDDING not in stored:
+        return stored
+    return {
+        name.removeprefix(_PREFIX): replace(place, prefix=_PREFIX if name.startswith(_PREFIX) else "")
+        for name, place in stored.items()
+    }
 
 
 def _open_all(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
@@ -141,7 +163,7 @@ def _missing(name: str, stored: Mapping[str, _Stored], folder: Path) -> str:
 
 def _read(place: _Stored, name: str) -> Tensor:
     try:
-        tensor: Tensor = place.handle.get_tensor(name)
+        tensor: Tensor = place.handle.get_tensor(place.prefix + name)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{place.file.name}: {name} cannot be read: {error}") from error
     if not tensor.is_floating_point():
