@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from nanoserve.core.errors import ConfigError, EngineDeadError, InvalidRequestEr
 from nanoserve.core.sampling import StructuredOutputs
 from nanoserve.llm import GenerationResult, Prompt
 from tests.cases.rig import Rig
-from tests.pooling_checkpoints import Saved, write
+from tests.pooling_checkpoints import Saved, write, write_recipe
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -173,6 +174,20 @@ def test_embed_and_score_equal_transformers(saved: Saved) -> None:
                 call()
         with pytest.raises(InvalidRequestError, match="at most"):
             llm.embed("7" * 300)
+
+
+def test_embed_equals_sentence_transformers(tmp_path: Path) -> None:
+    peer = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    saved = write(tmp_path, "published", seed=9)
+    write_recipe(saved.folder)
+    texts = ["hello world", "naïve café", "<|im_end|> odd"]
+    model = peer.SentenceTransformer(str(saved.folder), device="cpu")
+    cases: list[dict[str, Any]] = [{}, {"prompt_name": "query"}]
+    with LLM(str(saved.folder), kv_cache_memory="1MiB") as llm:
+        for fields in cases:
+            results = llm.embed(texts, use_tqdm=False, **fields)
+            for result, vector in zip(results, model.encode(texts, **fields).tolist(), strict=True):
+                assert result.outputs.embedding == pytest.approx(vector, abs=2e-5)
 
 
 def test_an_embedding_checkpoint_writes_nothing(tmp_path: Path) -> None:
