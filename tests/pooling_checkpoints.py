@@ -20,7 +20,7 @@ FORMS = ("causal", "tied", "bare", "published", "prefixed", "classifier")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and the transformers model that it holds. ``bare``: one without a head."""
+    """A checkpoint, and the transformers model that it was made from."""
 
     folder: Path
     model: Any
@@ -53,6 +53,8 @@ def write(folder: Path, form: str, *, closing: str | None = CLOSING, seed: int =
     write_tokenizer(folder, words=("yes\n", "no\n"), closing=closing)
     tokenizer = Tokenizer.load(folder)
     model = sens_model(seed=seed, tie_word_embeddings=form == "tied")
+    with torch.no_grad():  # SENS norms are 1, and a vector scaled to length 1 would not show that one was left out
+        model.model.norm.weight.uniform_(0.3, 3.0, generator=torch.Generator().manual_seed(seed))
     saved = Saved(folder, model, tokenizer)
     if form in ("causal", "tied"):
         save(model, folder)
