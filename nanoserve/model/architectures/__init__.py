@@ -8,6 +8,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "nanoserve.model.architectures.qwen3",
     "Qwen3ForSequenceClassification": "nanoserve.model.architectures.qwen3_pooling",
     "Qwen3Model": "nanoserve.model.architectures.qwen3_pooling",
+    "Qwen3MoeForCausalLM": "nanoserve.model.architectures.qwen3_moe",
 }
 _ALL_TASKS = ("generate", "embed", "score")
 _FEWER_TASKS: dict[str, tuple[str, ...]] = {"Qwen3ForSequenceClassification": ("score",), "Qwen3Model": ("embed",)}
