@@ -20,7 +20,7 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.serving.link import LinkServer
+from nanoserve.serving.link import HOST_VARIABLE, LinkServer
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What Serve tells every door of this replica: where to call."""
-        address = await self._link.start(ray.util.get_node_ip_address())
+        address = await self._link.start(os.environ.get(HOST_VARIABLE) or ray.util.get_node_ip_address())
         return {"engine_id": self._card.engine_id, "address": address, "secret": self._link.secret}
 
     def __del__(self) -> None:
