@@ -70,9 +70,9 @@ async def counted(*events: dict[str, Any]) -> list[int]:
 
 async def test_tokens_are_counted_by_usage_or_by_event() -> None:
     choices = [{"text": "a"}]
-    told = [{"choices": choices, "usage": {"completion_tokens": n}} for n in (1, 1, 4)]
+    told: list[dict[str, Any]] = [{"choices": choices, "usage": {"completion_tokens": n}} for n in (1, 1, 4)]
     assert await counted(*told, {"choices": [], "usage": {"completion_tokens": 4}}) == [1, 3]
-    untold = [{"choices": choices}, {"choices": choices, "usage": None}]
+    untold: list[dict[str, Any]] = [{"choices": choices}, {"choices": choices, "usage": None}]
     assert await counted(*untold, {"choices": [], "usage": {"completion_tokens": 2}}) == [1, 1]
     with pytest.raises(NanoserveError, match="It broke"):
         await counted({"choices": choices}, {"error": {"message": "It broke."}})
