@@ -4,7 +4,7 @@ The runner decides nothing about requests; it is the only writer of the KV pool,
 table. It satisfies the engine's ``Executor``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.logprobs import score
+from nanoserve.model.pooling import pool
 from nanoserve.model.sampler import Sampler, Samples
 from nanoserve.model.sampling_table import SamplingTable
 
@@ -32,7 +33,10 @@ _SCORED_ROWS_AT_ONCE = 64  # prompt logprobs: 64 rows of 152k float32 logits are
 
 
 class Network(Protocol):
-    """What the runner needs of an architecture."""
+    """What the runner needs of an architecture. ``norm`` is the final one, which ``logits`` includes."""
+
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor]: ...
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object
@@ -82,6 +86,7 @@ class ModelRunner:
         self._count(plan.scheduled, rows, sampled)
         self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
+        sampled |= pool(plan.scheduled, batch.query_lens, hidden, norm=self._network.norm, logits=self._network.logits)
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 logger = logging.getLogger(__name__)
 
 RING_ITEMS = 4096
+RING_VECTOR_BYTES = 64 * 2**20
 HEARTBEAT_S = 0.5
 DOOR_TIMEOUT_S = 10.0
 
@@ -64,10 +65,11 @@ EngineFactory = Callable[[EngineArgs, Deliver], tuple[Engine, EngineCard]]
 
 @dataclass(slots=True)
 class _Outbox:
-    """The items for one door: a ring to resume from, and who reads it now."""
+    """The items for one door: a ring to resume from, and who reads it now. Embeddings bound it too, by their bytes."""
 
-    items: deque[FeedItem] = field(default_factory=lambda: deque(maxlen=RING_ITEMS))
+    items: deque[FeedItem] = field(default_factory=deque)
     seq: int = 0
+    num_vector_bytes: int = 0
     heard_s: float = field(default_factory=time.monotonic)
     reader: object | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +78,9 @@ class _Outbox:
     def push(self, outputs: tuple[RequestOutput, ...], stats: StepStats, health: Health) -> None:
         self.seq += 1
         self.items.append(FeedItem(self.seq, outputs, stats, health.state, health.reason))
+        self.num_vector_bytes += _vector_bytes(outputs)
+        while len(self.items) > RING_ITEMS or (self.num_vector_bytes > RING_VECTOR_BYTES and len(self.items) > 1):
+            self.num_vector_bytes -= _vector_bytes(self.items.popleft().outputs)
         self.wake.set()
 
     def can_resume(self, seq: int) -> bool:
@@ -255,6 +260,10 @@ class EngineReplica:
             self._engine.abort(request_id)
             del self._owners[request_id]
         return len(request_ids)
+
+
+def _vector_bytes(outputs: Sequence[RequestOutput]) -> int:
+    return sum([len(output.pooled) for output in outputs])
 
 
 def _num_cores() -> int:

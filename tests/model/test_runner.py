@@ -278,6 +278,7 @@ def all_logits(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
 
     class Spy:
         forward = staticmethod(network.forward)
+        norm = staticmethod(network.norm)
 
         @staticmethod
         def logits(hidden: torch.Tensor) -> torch.Tensor:
