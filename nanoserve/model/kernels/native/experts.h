@@ -52,38 +52,40 @@ inline void experts_float(const float* x, const uint32_t* packed, float* y, cons
   });
 }
 
-// The same for quantized weights: `w` holds packed values, scales and sums of one expert after the other.
-template <class X>
-inline void experts_int8(const X* x, const IntWeight& w, X* y, const int32_t* ends, int64_t experts, int64_t n,
-                         int64_t k) {
+// The same for quantized weights: `w` holds packed values, scales and sums of one expert after the other. `panels` makes
+// the panels of a kernel from an expert's packed values.
+template <class X, class Panel>
+inline void experts_integer(const X* x, const IntWeight& w, X* y, const int32_t* ends, int64_t experts, int64_t n,
+                            int64_t k, Panel&& panels) {
   typedef IntKernel::A A;
   Shape all{ends[experts - 1], n, int_steps(k)};
-  int64_t width = all.steps * 4, padded = all.panels() * kPanel, stride = all.steps * kPanel;
+  int64_t width = all.steps * 4, padded = all.panels() * kPanel;
   A* a = (A*)scratch<A[6]>(all.rows * width);
   float* scales = (float*)scratch<float[6]>(all.rows * sizeof(float));
   quantize_rows(x, k, all.rows, k, width, kIntOffset, a, scales, nullptr);
   each_expert(ends, experts, [&](int64_t e, int64_t first, int64_t count) {
-    IntOut<X> out{y + first * n, n, nullptr, n, scales + first, w.scales + e * padded, w.sums + e * padded, kIntOffset};
-    Packed panels{(const uint32_t*)w.packed + e * all.panels() * stride, stride};
-    return Product<IntKernel, Packed, IntOut<X>>(a + first * width, width, panels, Shape{count, n, all.steps}, out);
+    IntOut<X> out{y + first * n, n, nullptr, n, scales + first, w.scales + e * padded, w.sums + e * padded,
+                  kIntOffset};
+    return Product<IntKernel, decltype(panels(e)), IntOut<X>>(a + first * width, width, panels(e),
+                                                              Shape{count, n, all.steps}, out);
+  });
+}
+
+template <class X>
+inline void experts_int8(const X* x, const IntWeight& w, X* y, const int32_t* ends, int64_t experts, int64_t n,
+                         int64_t k) {
+  int64_t stride = int_steps(k) * kPanel;
+  experts_integer(x, w, y, ends, experts, n, k, [&](int64_t e) {
+    return Packed{(const uint32_t*)w.packed + e * ceil_div(n, kPanel) * stride, stride};
   });
 }
 
 template <class X>
 inline void experts_int4(const X* x, const IntWeight& w, X* y, const int32_t* ends, int64_t experts, int64_t n,
                          int64_t k) {
-  int64_t fewest = INT64_MAX, most = 0;
-  for (int64_t e = 0, first = 0; e < experts; first = ends[e++])
-    if (ends[e] > first) {
-      fewest = std::min<int64_t>(fewest, ends[e] - first);
-      most = std::max<int64_t>(most, ends[e] - first);
-    }
-  Shape all{ends[experts - 1], n, int_steps(k)};
-  int64_t padded = all.panels() * kPanel, bytes = all.panels() * ceil_div(k, kChunk) * kChunkBytes;
-  Int4Input input(x, k, all.rows, k, fewest <= kDirectMost, most > kDirectMost);
-  each_expert(ends, experts, [&](int64_t e, int64_t first, int64_t count) {
-    IntOut<X> out{y + first * n, n, nullptr, n, input.scales + first, w.scales + e * padded, w.sums + e * padded, 0};
-    return Int4Product<IntOut<X>>(input, first, w.packed + e * bytes, Shape{count, n, all.steps}, out);
+  int64_t chunks = ceil_div(k, kChunk);
+  experts_integer(x, w, y, ends, experts, n, k, [&](int64_t e) {
+    return Expanded{w.packed + e * ceil_div(n, kPanel) * chunks * kChunkBytes, chunks};
   });
 }
 
