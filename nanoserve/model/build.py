@@ -18,6 +18,7 @@ from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kernels import choose_kernels
+from nanoserve.model.kernels.native import library
 from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
@@ -46,7 +47,7 @@ def build(args: EngineArgs) -> LoadedModel:
     """
     _refuse_unbuilt(args)
     if args.num_threads is not None:
-        torch.set_num_threads(args.num_threads)
+        _set_threads(args.num_threads)
     folder = resolve_model(args.model)
     config = load_config(folder, tuple(ARCHITECTURES))
     dtype = _dtype(args.dtype, config.dtype)
@@ -92,6 +93,12 @@ def build(args: EngineArgs) -> LoadedModel:
         max_num_seqs=args.max_num_seqs,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+
+
+def _set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    if (kernels := library()) is not None:
+        kernels.set_threads(count)
 
 
 def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:

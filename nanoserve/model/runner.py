@@ -4,7 +4,7 @@ The runner decides nothing about requests; it is the only writer of the KV pool,
 table. It satisfies the engine's ``Executor``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,14 +39,17 @@ class Network(Protocol):
     def norm(self) -> Callable[[Tensor], Tensor]: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object
+        self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
-    """Owns KV tensors and the mirror of the batch; called by one thread."""
+    """Owns KV tensors and the mirror of the batch; called by one thread.
+
+    ``num_beats`` counts the layers run so far; any thread may read it to see that a long step moves.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class ModelRunner:
         self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table)
+        self.num_beats = 0
         self._states: dict[str, AdmittedState] = {}
 
     @torch.inference_mode()
@@ -105,7 +109,13 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         metadata = self._backend.prepare(batch)
-        return self._network.forward(batch.token_ids, batch.positions, self._pool.layers, metadata)
+        return self._network.forward(batch.token_ids, batch.positions, self._beating_layers(), metadata)
+
+    def _beating_layers(self) -> Iterator[Tensor]:
+        """The layers' KV, handed out one by one as the network comes to them, which shows that it moves."""
+        for kv in self._pool.layers:
+            self.num_beats += 1
+            yield kv
 
     def _sample(
         self, scheduled: Sequence[ScheduledRequest], rows: IntArray, batch: ForwardBatch, hidden: Tensor

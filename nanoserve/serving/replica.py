@@ -294,4 +294,4 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         max_num_seqs=loaded.scheduler.max_num_seqs,
         info=asdict(loaded.info),
     )
-    return AsyncEngine(core, deliver), card
+    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card

@@ -58,6 +58,17 @@ async def test_streams_go_on_elsewhere_when_an_engine_is_killed(rig: Rig) -> Non
     assert [peer.peer_id for peer in rig.door.peers] == ["b"]
 
 
+async def test_streams_leave_an_engine_that_says_it_is_stuck(rig: Rig) -> None:
+    await rig.join("a", "b")
+    asked = [request(f"r{i}", 80, seed=i) for i in range(4)]
+    answers = [asyncio.create_task(ask(rig, each)) for each in asked]
+    await until(lambda: rig.log.num_first_tokens == 4)
+    peer = next(peer for peer in rig.door.peers if peer.peer_id == "a")
+    rig.door._absorb(peer, [FeedItem(peer.seq, (), peer.stats, "stuck", "Nothing has moved for 20 s.")])
+    assert [peer.peer_id for peer in rig.door.peers] == ["b"]
+    assert await asyncio.gather(*answers) == [answer(each) for each in asked]
+
+
 async def test_streams_wait_for_a_replacement_of_the_only_engine(rig: Rig) -> None:
     await rig.join("a")
     asked = request("r", 40)
