@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanoserve.core.request import Grammar
+from nanoserve.core.request import Grammar, ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 
 
@@ -22,6 +22,7 @@ class AdmittedState:
     num_prompt_tokens: int
     sampling: SamplingParams
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     adapter: str | None = None
 
 

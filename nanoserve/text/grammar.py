@@ -60,7 +60,7 @@ def whole_answer(forms: Sequence[str], thinking: Thinking) -> str:
     names = [f"form_{index}" for index in range(len(forms))]
     lark = f"start: {opening} ({' | '.join(f'@{name}' for name in names)})\n"
     if opening:
-        lark += "thoughts: /(?s:.*)/ </think> /\\s{0,8}/\n"
+        lark += "thoughts: /(?s:.*)/ </think> /\\n{0,2}/\n"
     inner = [_embedded(form) | {"name": name} for form, name in zip(forms, names, strict=True)]
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
 

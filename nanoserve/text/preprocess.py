@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.core.request import GenerateRequest, Grammar
+from nanoserve.core.request import GenerateRequest, Grammar, ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
@@ -31,6 +31,7 @@ from nanoserve.text.request_fields import (
     check_completion,
     check_media,
     check_text,
+    thinking_budget,
     tokenized_conversation,
 )
 from nanoserve.text.structured import answer_form
@@ -59,6 +60,12 @@ class PreparedRequest:
     prompt_text: str | None
     prompt_token_ids: tuple[int, ...]
     policy: OutputPolicy
+
+    def thinking_for(self, budget: ThinkingBudget | None) -> "PreparedRequest":
+        """The same with a bound for the thoughts of each choice."""
+        if budget is None:
+            return self
+        return replace(self, choices=tuple(replace(choice, thinking=budget) for choice in self.choices))
 
     @property
     def seed(self) -> int:
@@ -116,7 +123,8 @@ class Preprocessor:
         )
         prompt = Prompt(rendered.text, rendered.token_ids)
         grammar = self._grammar(body, rendered.thinking, tools)
-        return self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
+        prepared = self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
+        return prepared.thinking_for(self._budget(body, rendered.thinking))
 
     def completion(self, body: CompletionRequest, request_id: str) -> list[PreparedRequest]:
         """The engine requests of each prompt, in order. Names of special tokens in a text prompt are these tokens."""
@@ -172,6 +180,11 @@ class Preprocessor:
         grammar = self._spec_grammar(params, rendered.thinking)
         origin = _Origin(request_id=request_id, param="messages")
         return self._prepared(Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
+
+    def count(self, body: ChatCompletionRequest) -> int:
+        """How many tokens a chat's prompt has, whether it fits or not."""
+        check_common(body)
+        return len(self._template.render(chat_conversation(body, tool_use(body))).token_ids)
 
     def tokenize(self, body: TokenizeRequest) -> tuple[int, ...]:
         """The ids of a text (special tokens parsed, as in completions) or of a conversation (as in a chat)."""
@@ -234,6 +247,15 @@ class Preprocessor:
         if self._tokenizer.id_of("</think>") is None:
             thinking = Thinking.OFF
         return Grammar(whole_answer(forms, thinking), self._defaults.eos_token_ids)
+
+    def _budget(self, body: ChatCompletionRequest, thinking: Thinking) -> ThinkingBudget | None:
+        num_tokens = thinking_budget(body)
+        if num_tokens is None or thinking is Thinking.OFF:
+            return None
+        open_id, close_id = self._tokenizer.id_of("<think>"), self._tokenizer.id_of("</think>")
+        if open_id is None or close_id is None:
+            return None
+        return ThinkingBudget(num_tokens, close_id, None if thinking is Thinking.OPEN else open_id)
 
     def _spec_grammar(self, params: SamplingParams, thinking: Thinking) -> Grammar | None:
         if params.structured_outputs is None:

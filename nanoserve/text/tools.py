@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoserve.text.messages import is_json_object
@@ -26,12 +26,20 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one tool call. ``id`` and ``name`` come once, with the first delta of an index."""
+    """News of one tool call. ``id`` and ``name`` come once, with the first delta of an index.
+
+    ``offset``: how many characters of the content that comes with it the model wrote before it.
+    """
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    offset: int = 0
+
+    def behind(self, content: str) -> "ToolCallDelta":
+        """The same news with more content in front of it."""
+        return replace(self, offset=self.offset + len(content)) if content else self
 
 
 class ToolParser:
@@ -59,10 +67,12 @@ class ToolParser:
         content = ""
         rest: str | None = text
         while rest is not None:
+            news: list[ToolCallDelta] = []
             if self._call is None:
                 shown, rest = self._read_text(rest)
             else:
-                shown, rest = self._read_call(self._call, rest, deltas)
+                shown, rest = self._read_call(self._call, rest, news)
+            deltas += [delta.behind(content) for delta in news]
             content += shown
         return content, deltas
 
@@ -73,10 +83,11 @@ class ToolParser:
         while (call := self._call) is not None and not call.streaming:
             content += self._as_content()
             more, new = self.feed(call.text)
-            content, deltas = content + more, deltas + new
+            deltas += [delta.behind(content) for delta in new]
+            content += more
         if call is not None and self._shows:
             call.flush()
-            deltas += call.take(self._num_shown)
+            deltas += [delta.behind(content) for delta in call.take(self._num_shown)]
         held, self._held, self._call = self._held, "", None
         markup = self._expects_close or (self._after_call and held.isspace())
         return content + ("" if markup else held), deltas
