@@ -162,7 +162,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> str | Message:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _TOOL_CHOICES:
+    if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
         raise _bad(f"`tool_choice.type` must be auto, any, tool or none. Given: {kind!r:.60}.", "tool_choice")
     return _TOOL_CHOICES[kind]
 

@@ -50,7 +50,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     for index, item in enumerate(items):
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind not in _ITEMS:
+        if not isinstance(kind, str) or kind not in _ITEMS:
             known = ", ".join(_ITEMS)
             raise _bad(f"`input[{index}].type` must be one of {known}. Given: {kind!r:.60}.", "input")
         _ITEMS[kind](messages, item, f"input[{index}]")
@@ -115,7 +115,7 @@ def _function_call_output(messages: list[Message], item: Mapping[str, Any], wher
     messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
 
 
-_ITEMS: Mapping[Any, Callable[[list[Message], Mapping[str, Any], str], None]] = {
+_ITEMS: Mapping[str, Callable[[list[Message], Mapping[str, Any], str], None]] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _function_call,

@@ -8,11 +8,12 @@ from nanoserve.core.plan import TokenLogprobs
 from nanoserve.core.request import GenerateRequest
 from nanoserve.text.detokenizer import Detokenizer
 from nanoserve.text.logprobs import LogprobWriter, TokenText
-from nanoserve.text.policy import OutputPolicy, Thinking
+from nanoserve.text.policy import OutputPolicy, Thinking, ToolStyle
 from nanoserve.text.reasoning import ReasoningSplit, ThoughtCount
 from nanoserve.text.stop import StopMatcher
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.text.tools import ToolCallDelta, ToolParser
+from nanoserve.text.xml_calls import XmlCall
 
 __all__ = ["ChoiceProcessor", "Delta", "TokenText", "ToolCallDelta"]
 
@@ -69,7 +70,7 @@ class ChoiceProcessor:
         self._reasoning = None if policy.thinking is Thinking.OFF else ReasoningSplit(policy.thinking)
         tags = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
         self._thoughts = ThoughtCount(policy.thinking, *tags)
-        self._tools = ToolParser(parallel=policy.parallel_tool_calls) if policy.parse_tools else None
+        self._tools = _tool_parser(policy) if policy.parse_tools else None
         self._logprobs = None if policy.logprobs is None else self._writer(tokenizer, policy.logprobs)
         self._prompt = _PromptEntries(tokenizer, policy, request) if policy.scores_prompt else None
         self._num_tokens = 0
@@ -171,6 +172,12 @@ class ChoiceProcessor:
 
     def _stop_token(self, output: RequestOutput) -> int | None:
         return output.stop_token_id if output.stop_token_id in self._policy.stop_token_ids else None
+
+
+def _tool_parser(policy: OutputPolicy) -> ToolParser:
+    if policy.tool_style is ToolStyle.HERMES:
+        return ToolParser(parallel=policy.parallel_tool_calls)
+    return ToolParser(parallel=policy.parallel_tool_calls, new_call=lambda: XmlCall(policy.tool_schemas))
 
 
 class _PromptEntries:

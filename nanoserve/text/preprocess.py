@@ -19,9 +19,9 @@ from nanoserve.protocol.openai import (
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
 from nanoserve.text.defaults import GenerationDefaults
-from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
+from nanoserve.text.grammar import grammar_text, strict_calls, tool_call_grammar, whole_answer, xml_call_grammar
 from nanoserve.text.messages import check_tools, check_unicode
-from nanoserve.text.policy import OutputPolicy, Thinking
+from nanoserve.text.policy import OutputPolicy, Thinking, ToolStyle
 from nanoserve.text.prompts import ModelLimits, Prompt, PromptReader
 from nanoserve.text.request_fields import (
     chat_conversation,
@@ -37,6 +37,7 @@ from nanoserve.text.request_fields import (
 from nanoserve.text.structured import answer_form
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.text.tool_choice import ToolUse, tool_use
+from nanoserve.text.xml_calls import parameter_schemas
 
 __all__ = ["ModelLimits", "OutputPolicy", "PreparedRequest", "Preprocessor"]
 
@@ -126,7 +127,7 @@ class Preprocessor:
         policy = _policy(
             params,
             thinking=rendered.thinking if split else Thinking.OFF,
-            parse_tools=bool(tools.offered),
+            **self._tool_policy(tools.offered),
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
         prompt = Prompt(rendered.text, rendered.token_ids)
@@ -184,7 +185,7 @@ class Preprocessor:
         )
         rendered = self._template.render(conversation)
         thinking = rendered.thinking if split else Thinking.OFF
-        policy = _policy(params, thinking=thinking, parse_tools=split and bool(tools))
+        policy = _policy(params, thinking=thinking, **self._tool_policy(conversation.tools if split else ()))
         grammar = self._spec_grammar(params, rendered.thinking)
         origin = _Origin(request_id=request_id, param="messages")
         return self._prepared(Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
@@ -247,7 +248,9 @@ class Preprocessor:
         if tools.forced:
             forms = [self._call_grammar(tools.forced)]
         elif form is None:
-            return None
+            forms = self._strict_forms(tools.offered)
+            if not forms:
+                return None
         else:
             spec, param = form
             forms = [grammar_text(spec, param=param)]
@@ -273,9 +276,24 @@ class Preprocessor:
         text = whole_answer([grammar_text(params.structured_outputs)], thinking)
         return Grammar(text, self._defaults.eos_token_ids)
 
+    def _tool_policy(self, offered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not offered:
+            return {}
+        style = self._template.tool_style
+        schemas = parameter_schemas(offered) if style is ToolStyle.XML else {}
+        return {"parse_tools": True, "tool_style": style, "tool_schemas": schemas}
+
     def _call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
         tag_tokens = self._tokenizer.id_of("<tool_call>") is not None
-        return tool_call_grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
+        grammar = xml_call_grammar if self._template.tool_style is ToolStyle.XML else tool_call_grammar
+        return grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
+
+    def _strict_forms(self, offered: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Where a tool is strict, calls are bound though nobody forces one; that needs the tag to be a token."""
+        is_strict = any(tool["function"].get("strict") for tool in offered)
+        if not is_strict or self._tokenizer.id_of("<tool_call>") is None:
+            return []
+        return [strict_calls(self._call_grammar(offered))]
 
     def _echo_text(self, body: CompletionRequest, prompt: Prompt) -> str:
         """The text that precedes the answer; decoded where offsets into it are wanted, for ``encode`` normalises."""

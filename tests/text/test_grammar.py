@@ -41,9 +41,9 @@ def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None
 
 
 def test_exactly_one_kind_is_asked_for() -> None:
-    with pytest.raises(InvalidRequestError, match="exactly one"):
+    with pytest.raises(InvalidRequestError, match="must set one"):
         StructuredOutputs(json="{}", regex="a")
-    with pytest.raises(InvalidRequestError, match="exactly one"):
+    with pytest.raises(InvalidRequestError, match="must set one"):
         StructuredOutputs()
 
 
@@ -54,6 +54,7 @@ def test_exactly_one_kind_is_asked_for() -> None:
         StructuredOutputs(regex="[0-9]+"),
         StructuredOutputs(choice=("yes", 'a"b\\c', "日本")),
         StructuredOutputs(grammar='start: "a" | "b"'),
+        StructuredOutputs(tags=(("<a", "<a>", "{}", "</a>"),)),
     ],
 )
 def test_good_specs_give_a_grammar(spec: StructuredOutputs) -> None:
