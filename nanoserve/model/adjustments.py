@@ -20,7 +20,7 @@ class SampleBatch:
     """The logits rows that sample in a step.
 
     Entry i belongs to row ``rows[i]`` of the sampling table and chooses the token at absolute position
-    ``positions[i]`` of its request. ``drafts[i]``: proposed tokens between the confirmed ones and entry i.
+    ``positions[i]`` of its request. ``drafts[i]``: proposed tokens between the sampled ones and entry i.
     ``allowed``: entries and their bitmasks [num_entries, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32 set
     when token t is allowed.
     """
@@ -112,7 +112,10 @@ def _places(ids: Sequence[tuple[int, IntArray]]) -> tuple[Tensor, Tensor]:
 
 
 def _mask_disallowed(logits: Tensor, entries: IntArray, bitmask: Tensor) -> None:
-    bits = (bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    disallowed = bits.flatten(1)[:, : logits.shape[1]] == 0
-    where = torch.from_numpy(entries)
-    logits[where] = logits[where].masked_fill_(disallowed, float("-inf"))
+    bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    disallowed = torch.from_numpy(bits == 0)
+    if len(entries) == len(logits):
+        logits.masked_fill_(disallowed, float("-inf"))
+    else:
+        where = torch.from_numpy(entries)
+        logits[where] = logits[where].masked_fill_(disallowed, float("-inf"))

@@ -47,6 +47,7 @@ class SamplingBody(RequestBody):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
 
 
 class GenerationBody(SamplingBody):

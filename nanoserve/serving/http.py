@@ -26,6 +26,7 @@ from nanoserve.protocol.openai import (
     CompletionRequest,
     DetokenizeRequest,
     RequestBody,
+    SamplingBody,
     TokenizeRequest,
 )
 from nanoserve.protocol.openai_responses import ResponsesRequest
@@ -39,7 +40,8 @@ from nanoserve.text.from_messages import chat_of
 
 Body = TypeVar("Body", bound=RequestBody)
 _HEALTH_TIMEOUT_S = 5.0
-_LARGE_BODY_BYTES = 64 * 1024
+_LARGE_BODY_BYTES = 8 * 1024
+SESSION_HEADER = "x-session-id"
 
 
 class Work(Protocol):
@@ -228,7 +230,10 @@ class Routes:
     async def _parse(self, request: Request, body_type: type[Body]) -> Body:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
-        return await self._beside_loop(request, parse_body, raw, body_type)
+        body: Body = await self._beside_loop(request, parse_body, raw, body_type)
+        if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, SamplingBody):
+            return body.model_copy(update={"session_id": session_id})
+        return body
 
     async def _prepare(self, request: Request, prepare: Prepare[Body], body: Body) -> Work:
         model = self._find(body.model)

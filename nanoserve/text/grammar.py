@@ -14,6 +14,8 @@ from nanoserve.core.sampling import StructuredOutputs
 from nanoserve.text.policy import Thinking
 
 MAX_GRAMMAR_CHARS = 256 * 1024
+# Compiling an object takes time quadratic in its properties: a thousand take a tenth of a second.
+MAX_PROPERTIES = 1000
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,24}"}
 
@@ -129,12 +131,28 @@ def _embedded(grammar: str) -> dict[str, object]:
 def _checked(spec: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
+    if spec.json is not None and _num_properties(json.loads(spec.json)) > MAX_PROPERTIES:
+        raise ValueError(f"it has more than {MAX_PROPERTIES} properties")
     text = _written(spec)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
     if error := LLMatcher.validate_grammar(text):
         raise ValueError(error)
     return text
+
+
+def _num_properties(schema: object) -> int:
+    """How many properties a schema names, wherever it does; walks without recursion."""
+    num_properties, stack = 0, [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            properties = value.get("properties")
+            num_properties += len(properties) if isinstance(properties, dict) else 0
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return num_properties
 
 
 def _written(spec: StructuredOutputs) -> str:

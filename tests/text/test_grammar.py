@@ -40,6 +40,12 @@ def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None
         grammar_text(spec)
 
 
+def test_a_schema_that_would_take_seconds_to_compile_is_refused() -> None:
+    schema = {"anyOf": [{"properties": {f"p{index}": {} for index in range(501)}} for _ in range(2)]}
+    with pytest.raises(InvalidRequestError, match="1000 properties"):
+        grammar_text(StructuredOutputs(json=json.dumps(schema)))
+
+
 def test_exactly_one_kind_is_asked_for() -> None:
     with pytest.raises(InvalidRequestError, match="must set one"):
         StructuredOutputs(json="{}", regex="a")
