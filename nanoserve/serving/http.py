@@ -35,6 +35,7 @@ from nanoserve.serving.answer import OPENAI_STYLE, EventAnswer, EventWriter, Jso
 from nanoserve.serving.body import read_body
 from nanoserve.serving.door import Door, Health, ServedModel
 from nanoserve.serving.front import ApiKeys, Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
+from nanoserve.serving.openapi import document
 from nanoserve.serving.response_store import ResponseStore, StoredResponse
 from nanoserve.text.from_messages import chat_of
 
@@ -117,6 +118,7 @@ class Routes:
             ("/health", ["GET", "HEAD"], self.health),
             ("/ready", ["GET", "HEAD"], self.ready),
             ("/metrics", ["GET"], self.metrics),
+            ("/openapi.json", ["GET"], self.openapi),
             ("/v1/models", ["GET"], self.models),
             ("/v1/models/{model_id:path}", ["GET"], self.one_model),
             ("/v1/chat/completions", ["POST"], self.chat),
@@ -133,6 +135,10 @@ class Routes:
     async def index(self) -> Response:
         names = [model.name for model in self._door.models()]
         return _json({"name": "nanoserve", "version": self._version, "models": names, "api": "/v1"})
+
+    async def openapi(self) -> Response:
+        """This document."""
+        return _json(document(self.table(), self._version))
 
     async def health(self) -> Response:
         """200 while an engine makes progress or is idle, else 503 with the reason."""

@@ -41,7 +41,7 @@ def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None
 
 
 def test_a_schema_that_would_take_seconds_to_compile_is_refused() -> None:
-    schema = {"anyOf": [{"properties": {f"p{index}": {} for index in range(501)}} for _ in range(2)]}
+    schema: dict[str, object] = {"anyOf": [{"properties": {f"p{index}": {} for index in range(501)}} for _ in range(2)]}
     with pytest.raises(InvalidRequestError, match="1000 properties"):
         grammar_text(StructuredOutputs(json=json.dumps(schema)))
 
