@@ -30,7 +30,8 @@ from nanoserve.protocol.openai import (
     TokenizeRequest,
 )
 from nanoserve.protocol.openai_responses import ResponsesRequest
-from nanoserve.serving import chat_route, completions_route, messages_route, responses_route
+from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from nanoserve.serving import chat_route, completions_route, messages_route, pooling_route, responses_route
 from nanoserve.serving.answer import OPENAI_STYLE, EventAnswer, EventWriter, JsonAnswer, StreamStyle
 from nanoserve.serving.body import read_body
 from nanoserve.serving.door import Door, Health, ServedModel
@@ -128,6 +129,9 @@ class Routes:
             ("/v1/responses/{response_id}", ["DELETE"], self.forget_response),
             ("/v1/messages", ["POST"], self.messages),
             ("/v1/messages/count_tokens", ["POST"], self.count_tokens),
+            ("/v1/embeddings", ["POST"], self.embeddings),
+            *[(path, ["POST"], self.rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
+            *[(path, ["POST"], self.score) for path in ("/v1/score", "/score")],
             ("/tokenize", ["POST"], self.tokenize),
             ("/detokenize", ["POST"], self.detokenize),
         ]
@@ -215,6 +219,21 @@ class Routes:
         if not stream:
             return JsonAnswer(work.reply)
         return EventAnswer(work.stream, idle_s=self._config.ping_s, style=style)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await self._parse(request, EmbeddingRequest)
+        work = await asyncio.to_thread(pooling_route.embeddings, self._door, self._find(body.model), body)
+        return JsonAnswer(work.reply)
+
+    async def rerank(self, request: Request) -> Response:
+        body = await self._parse(request, RerankRequest)
+        model = self._find(body.model, required=False)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.rerank, self._door, model, body)).reply)
+
+    async def score(self, request: Request) -> Response:
+        body = await self._parse(request, ScoreRequest)
+        model = self._find(body.model, required=False)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.score, self._door, model, body)).reply)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._parse(request, TokenizeRequest)

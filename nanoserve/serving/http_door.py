@@ -12,6 +12,8 @@ from nanoserve.serving.feed import FeedDoor, FeedStream
 from nanoserve.serving.http import HttpConfig, build_app
 from nanoserve.serving.wire import EngineCard
 from nanoserve.text.defaults import GenerationDefaults
+from nanoserve.text.embedding_recipe import EmbeddingRecipe
+from nanoserve.text.pooling import PoolingPreprocessor
 from nanoserve.text.preprocess import ModelLimits, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -27,6 +29,7 @@ class HttpDoor:
         self._name = args.served_model_name or args.engine.model
         self._tokenizer = Tokenizer.load(folder)
         self._defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
+        self._recipe = EmbeddingRecipe.load(folder)
         self._models: list[ServedModel] = []
 
     async def open(self, request: GenerateRequest) -> FeedStream:
@@ -53,12 +56,18 @@ class HttpDoor:
             vocab_size=card.vocab_size,
             max_kv_tokens=card.num_blocks * card.block_size,
         )
+        tasks: Sequence[str] = card.info["tasks"]
         return ServedModel(
             name=self._name,
             created=int(time.time()),
             limits=limits,
             tokenizer=self._tokenizer,
-            preprocessor=Preprocessor(self._tokenizer, limits, self._defaults, seed=self._seed),
+            preprocessor=Preprocessor(
+                self._tokenizer, limits, self._defaults, seed=self._seed, generates="generate" in tasks
+            ),
+            pooling=PoolingPreprocessor(
+                self._tokenizer, limits, tasks=tasks, vector_size=card.info["hidden_size"], recipe=self._recipe
+            ),
         )
 
 

@@ -28,6 +28,7 @@ from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
 from nanoserve.model.folder import resolve_model
 from nanoserve.serving import processes
 from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.link import HOST_VARIABLE
 from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
 logger = logging.getLogger(__name__)
@@ -260,6 +261,7 @@ class _Run:
 
 
 _RAY_ENVIRONMENT = {
+    HOST_VARIABLE: "127.0.0.1",  # this Ray has one node: no door calls from elsewhere
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray's default, 15, puts every engine below whatever else the machine does

@@ -14,6 +14,7 @@ from nanoserve.protocol.openai import (
     TokenizeRequest,
 )
 from nanoserve.protocol.openai_responses import ResponsesRequest
+from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 
 Json = dict[str, Any]
 
@@ -23,6 +24,9 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -83,7 +87,8 @@ def document(routes: Sequence[tuple[str, list[str], Callable[..., Any]]], versio
 
 
 def _operation(path: str, method: str, handler: Callable[..., Any], definitions: Json) -> Json:
-    operation: Json = {"operationId": f"{handler.__name__}_{method.lower()}", "responses": _responses(path)}
+    words = re.sub(r"\W+", "_", f"{method.lower()}_{path}").strip("_")
+    operation: Json = {"operationId": words, "responses": _responses(path)}
     if handler.__doc__:
         operation["summary"] = handler.__doc__.strip().split("\n")[0]
     if names := _PARAMETER.findall(path):
