@@ -1,24 +1,16 @@
 """``nanoserve serve``: a private Ray, the applications on it, until a signal; then drain and leave nothing behind.
 
-The process is its own supervisor: everything it starts belongs to one run folder, and whatever is left of that at the
-end is ended (``processes``), also when this process is killed.
+The process is its own supervisor: nothing of the run outlives it (``private_ray``).
 """
 
 import asyncio
 import logging
-import os
 import re
-import secrets
 import shlex
-import shutil
 import signal
 import socket
-import sys
-import tempfile
-import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,8 +18,8 @@ import httpx
 
 from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
 from nanoserve.model.folder import resolve_model
-from nanoserve.serving import processes
 from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.private_ray import PrivateRay
 from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
 logger = logging.getLogger(__name__)
@@ -137,8 +129,7 @@ class _Run:
         self._began_s = time.monotonic()
         self._serving = False
         self._failed = False
-        self.dir = Path(tempfile.mkdtemp(prefix="nanoserve-", dir=_short_temp_dir()))
-        self._watchdog = processes.Watchdog(self.dir)
+        self._ray = PrivateRay()
 
     def start(self) -> None:
         try:
@@ -158,18 +149,8 @@ class _Run:
 
     def _start_ray(self) -> None:
         _say(f"Starting Ray; HTTP through {self._proxy.name} ({self._proxy.why}).")
-        os.environ.update(_RAY_ENVIRONMENT | processes.environment(self.dir) | self._proxy.environment(self.dir))
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        import ray
-
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self.dir),
-        )
+        environment = _ENVIRONMENT | self._proxy.environment(self._ray.dir)
+        self._ray.start(object_store_bytes=_OBJECT_STORE_BYTES, environment=environment)
         self._signals.listen()  # Ray has put its own handlers there
 
     def _deploy(self) -> None:
@@ -250,28 +231,15 @@ class _Run:
     def end(self) -> None:
         """Ends every process of the run. From here on signals are ignored: there is nothing left to hurry."""
         self._signals.ignore()
-        _shut_ray_down()
-        processes.end(self.dir)
-        self._watchdog.dismiss()
+        self._ray.end(keep_logs=self._failed)
         if self._failed:
-            _say(f"Logs: {self.dir}/session_latest/logs")
-        else:
-            shutil.rmtree(self.dir, ignore_errors=True)
+            _say(f"Logs: {self._ray.logs}")
 
 
-_RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # Ray's default, 15, puts every engine below whatever else the machine does
+_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }
-
-
-def _short_temp_dir() -> str:
-    """Ray's sockets live under it, and a socket's path may not exceed 107 bytes."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= 20 else "/tmp"
 
 
 def _check_port(host: str, port: int) -> None:
@@ -315,15 +283,6 @@ def _raise_if_failed(app: Any) -> None:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _shut_ray_down() -> None:
-    """Ray's own shutdown, given a few seconds: it may hang where it was interrupted half-started."""
-    if (ray := sys.modules.get("ray")) is None:
-        return
-    worker = threading.Thread(target=ray.shutdown, daemon=True)
-    worker.start()
-    worker.join(6)
 
 
 def _say(line: str) -> None:
