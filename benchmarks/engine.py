@@ -111,10 +111,10 @@ async def over_http(url: str, items: Sequence[Item]) -> list[Trace]:
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         models = (await client.get("/v1/models")).raise_for_status().json()
         model = models["data"][0]["id"]
-        return list(await asyncio.gather(*(_stream(client, model, item) for item in items)))
+        return list(await asyncio.gather(*(stream(client, model, item) for item in items)))
 
 
-async def _stream(client: httpx.AsyncClient, model: str, item: Item) -> Trace:
+async def stream(client: httpx.AsyncClient, model: str, item: Item) -> Trace:
     body = {
         "model": model,
         "prompt": list(item.prompt_token_ids),

@@ -1,9 +1,10 @@
-"""What a step costs besides the model: ``schedule`` and ``update`` with many running decodes.
+"""What a step costs besides the model: schedule, batch building, sampling dispatch and update with many decodes.
 
     python -m benchmarks.engine_overhead
 
-The executor answers from a constant, so the figures are the scheduler's alone. The garbage collector stays on, as in
-service. Prints a table and writes benchmarks/results/engine_overhead.json.
+The scheduler's part is measured with an executor that answers from a constant; the whole step with the real runner
+around a network that computes nothing and a small vocabulary, greedily and with Qwen3's default sampling. The garbage
+collector stays on, as in service. Prints a table and writes benchmarks/results/engine_overhead.json.
 """
 
 import argparse
@@ -13,15 +14,26 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.plan import ModelRunnerOutput, SampledTokens, SchedulerOutput
 from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
+from nanoserve.model.attention import choose_backend
+from nanoserve.model.attention.base import AttentionSpec
+from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
+from nanoserve.model.input_batch import InputBatch
+from nanoserve.model.kv_cache import KVPool
+from nanoserve.model.runner import ModelRunner
 from nanoserve.scheduler.scheduler import Scheduler
 
+Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 RESULTS = Path(__file__).parent / "results" / "engine_overhead.json"
 
 
@@ -35,10 +47,19 @@ class Workload:
     num_warmup_steps: int = 50
     block_size: int = 16
 
+    @property
+    def num_tokens(self) -> int:
+        """The longest that a sequence gets."""
+        return self.num_prompt_tokens + self.num_warmup_steps + self.num_steps + 64
 
-def start(workload: Workload) -> Scheduler:
+
+GREEDY: dict[str, float | int] = {"temperature": 0.0}
+QWEN3: dict[str, float | int] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def start(workload: Workload, execute: Execute, settings: Mapping[str, float | int]) -> Scheduler:
     """A scheduler in which every sequence of the workload decodes."""
-    num_tokens = workload.num_prompt_tokens + workload.num_warmup_steps + workload.num_steps + 64
+    num_tokens = workload.num_tokens
     config = SchedulerConfig(
         num_blocks=workload.num_seqs * (num_tokens // workload.block_size + 2),
         block_size=workload.block_size,
@@ -49,23 +70,24 @@ def start(workload: Workload) -> Scheduler:
     scheduler = Scheduler(config)
     for i in range(workload.num_seqs):
         prompt = tuple((i * 7919 + j) % 50_000 for j in range(workload.num_prompt_tokens - i % 64))
-        sampling = SamplingParams(max_tokens=None, stop_token_ids=(151_645, 151_643), seed=i)
+        sampling = SamplingParams(max_tokens=None, stop_token_ids=(151_645, 151_643), seed=i, **settings)  # type: ignore[arg-type]
         scheduler.add(GenerateRequest(request_id=f"request-{i}", prompt_token_ids=prompt, sampling=sampling))
     while scheduler.stats().num_generated_tokens_total < workload.num_seqs:
-        step(scheduler)
+        step(scheduler, execute)
     return scheduler
 
 
-def step(scheduler: Scheduler) -> tuple[float, float]:
-    """One step; milliseconds of schedule and of update."""
+def step(scheduler: Scheduler, execute: Execute) -> tuple[float, float, float]:
+    """One step; milliseconds of schedule, of the executor, and of update."""
     start_s = time.perf_counter()
     plan = scheduler.schedule()
     planned_s = time.perf_counter()
-    result = answer(plan)
+    result = execute(plan)
     executed_s = time.perf_counter()
     scheduler.update(plan, result)
     scheduler.stats()
-    return (planned_s - start_s) * 1e3, (time.perf_counter() - executed_s) * 1e3
+    ended_s = time.perf_counter()
+    return (planned_s - start_s) * 1e3, (executed_s - planned_s) * 1e3, (ended_s - executed_s) * 1e3
 
 
 def answer(plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -73,19 +95,59 @@ def answer(plan: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
 
-def measure(workload: Workload) -> dict[str, float]:
-    """Milliseconds a step: p50, p99 and mean of schedule, of update (with stats), and of both.
+class NullNetwork:
+    """Computes nothing: every hidden state is zero, every row of logits the same noise."""
 
-    ``loop_cpu_mean_ms`` is the thread's CPU time of a whole step, the made-up answer included; unlike the wall times
+    def __init__(self) -> None:
+        self._row = torch.randn(1, 2048, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_layers: object, metadata: object) -> Any:
+        return torch.zeros(len(token_ids), 8)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._row.expand(len(hidden), -1).contiguous()
+
+
+def runner(workload: Workload) -> ModelRunner:
+    """The real runner around a network that costs nothing."""
+    blocks_per_request = workload.num_tokens // workload.block_size + 2
+    spec = AttentionSpec(
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        block_size=workload.block_size,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    backend, _ = choose_backend("auto", spec)
+    return ModelRunner(
+        NullNetwork(),
+        backend,
+        KVPool(backend, num_layers=1, num_blocks=workload.num_seqs * blocks_per_request, dtype=spec.dtype),
+        batch=InputBatch(
+            max_num_seqs=workload.num_seqs,
+            max_blocks_per_request=blocks_per_request,
+            block_size=workload.block_size,
+        ),
+        grammars=GrammarTable(GrammarTokenizer(Path(), 2048)),
+        max_num_seqs=workload.num_seqs,
+    )
+
+
+def measure(workload: Workload, execute: Execute, settings: Mapping[str, float | int]) -> dict[str, float]:
+    """Milliseconds a step: p50, p99 and mean of schedule, executor, update (with stats), and of all.
+
+    ``loop_cpu_mean_ms`` is the thread's CPU time of a whole step; unlike the wall times
     it does not grow when other processes take the core.
     """
-    scheduler = start(workload)
+    scheduler = start(workload, execute, settings)
     for _ in range(workload.num_warmup_steps):
-        step(scheduler)
+        step(scheduler, execute)
     start_cpu_s = time.thread_time()
-    times = [step(scheduler) for _ in range(workload.num_steps)]
+    times = [step(scheduler, execute) for _ in range(workload.num_steps)]
     loop_cpu_s = time.thread_time() - start_cpu_s
-    columns = {"schedule": [s for s, _ in times], "update": [u for _, u in times], "total": [s + u for s, u in times]}
+    columns = dict(zip(("schedule", "execute", "update"), zip(*times, strict=True), strict=True))
+    columns["total"] = tuple(map(sum, times))
     figures: dict[str, float] = {}
     for name, values in columns.items():
         cuts = statistics.quantiles(values, n=100)
@@ -114,12 +176,17 @@ def main() -> None:
     rows = []
     for num_seqs in args.num_seqs:
         workload = Workload(num_seqs=num_seqs, num_steps=args.num_steps)
-        figures = measure(workload)
-        rows.append({"workload": asdict(workload), **figures})
-        columns = "  ".join(
-            f"{name} {value:7.3f}" for name, value in figures.items() if "total" in name or "cpu" in name
-        )
-        print(f"{num_seqs:4d} running  {columns}")
+        for name, execute, settings in (
+            ("scheduler alone", answer, GREEDY),
+            ("whole step, greedy", runner(workload).execute, GREEDY),
+            ("whole step, top-k and top-p", runner(workload).execute, QWEN3),
+        ):
+            figures = measure(workload, execute, settings)
+            rows.append({"what": name, "workload": asdict(workload), **figures})
+            columns = "  ".join(
+                f"{key} {value:7.3f}" for key, value in figures.items() if "total" in key or "cpu" in key
+            )
+            print(f"{num_seqs:4d} running, {name:28} {columns}")
     report = {
         "command": ("python -m benchmarks.engine_overhead " + " ".join(sys.argv[1:])).strip(),
         "commit": commit(),

@@ -3,7 +3,8 @@
 python -m benchmarks.http_overhead --model demo --streams 64
 
 Starts ``nanoserve serve`` on a free port, measures the same prompts in this process first (no HTTP, no Ray), then over
-HTTP. CPU time is read from /proc for the doors (Router replicas) and the proxy; the engine's own is shown beside it.
+HTTP on one kept connection; both wait a little before each request, as a person would. CPU time is
+read from /proc for the doors (Router replicas) and the proxy; the engine's own is shown beside it.
 """
 
 import argparse
@@ -15,15 +16,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
-from benchmarks.engine import Offline, over_http
+from benchmarks.engine import Offline, over_http, stream
 from benchmarks.report import Trace, percentile, summary, table, write
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Item, Workload
+
+PAUSE_S = 0.05
 
 
 def main() -> None:
@@ -39,11 +42,12 @@ def main() -> None:
         num_requests=args.streams, input_tokens=(16, 64), output_tokens=(args.tokens, args.tokens), seed=2
     ).items()
     offline = Offline(args.model, "auto")
-    direct_ms = [1e3 * _ttft(offline.run([item])[0]) for item in single]
+    offline.run(single[:4])
+    direct_ms = [_paused_ttft_ms(offline, item) for item in single]
     del offline
     with service(args.model) as (url, root):
-        asyncio.run(over_http(url, single[:4]))
-        http_ms = [1e3 * _ttft(asyncio.run(over_http(url, [item]))[0]) for item in single]
+        asyncio.run(over_http(url, many[:4]))
+        http_ms = asyncio.run(_one_client(url, single))
         before = _cpu_seconds(root)
         traces = asyncio.run(over_http(url, many))
         after = _cpu_seconds(root)
@@ -62,8 +66,24 @@ def main() -> None:
     print(f"written: {write('http_overhead', figures | {'streams': summary(traces)}).name}")
 
 
-def _ttft(trace: Trace) -> float:
-    return trace.token_times_s[0] - trace.sent_s
+def _ttft_ms(trace: Trace) -> float:
+    return 1e3 * (trace.token_times_s[0] - trace.sent_s)
+
+
+def _paused_ttft_ms(offline: Offline, item: Item) -> float:
+    time.sleep(PAUSE_S)
+    return _ttft_ms(offline.run([item])[0])
+
+
+async def _one_client(url: str, items: Sequence[Item]) -> list[float]:
+    """TTFT of one request after the other, in ms."""
+    times_ms = []
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        for item in items:
+            await asyncio.sleep(PAUSE_S)
+            times_ms.append(_ttft_ms(await stream(client, model, item)))
+    return times_ms
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="the name that requests use")
     parser.add_argument("--api-key", action="append", dest="api_keys", metavar="KEY", help="or NANOSERVE_API_KEY")
     parser.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="ORIGIN", help='or "*"')
+    parser.add_argument("--seed", type=int, metavar="N", help="requests without a seed repeat from start to start")
     parser.add_argument("--max-queued-requests", type=int, metavar="N", help="waiting requests per engine before 429")
     parser.add_argument("--drain-seconds", dest="drain_s", type=float, metavar="S", help="(default: 30)")
     add_engine_flags(parser)

@@ -67,9 +67,6 @@ class ServingArgs(BaseModel):
             raise ConfigError(f"`min_replicas` ({self.min_replicas}) must be <= `max_replicas` ({self.max_replicas}).")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` must not hold an empty key.")
-        for name in ("seed", "enforce_eager"):
-            if getattr(self.engine, name):
-                raise ConfigError(f"`{name}` is not built yet; leave it out.")
         return self
 
 

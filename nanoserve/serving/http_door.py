@@ -23,6 +23,7 @@ class HttpDoor:
         folder = resolve_model(args.engine.model)
         self._feed = feed
         self._scrape = scrape
+        self._seed = args.engine.seed
         self._name = args.served_model_name or args.engine.model
         self._tokenizer = Tokenizer.load(folder)
         self._defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
@@ -57,7 +58,7 @@ class HttpDoor:
             created=int(time.time()),
             limits=limits,
             tokenizer=self._tokenizer,
-            preprocessor=Preprocessor(self._tokenizer, limits, self._defaults),
+            preprocessor=Preprocessor(self._tokenizer, limits, self._defaults, seed=self._seed),
         )
 
 

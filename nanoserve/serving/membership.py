@@ -6,7 +6,7 @@ own; ``bind`` and ``on_change`` belong to the door's loop.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ class Replica(Protocol):
 
     @property
     def replica_id(self) -> Any: ...
+    @property
+    def replica_metadata(self) -> Mapping[str, Any]: ...
 
 
 class Membership:
@@ -54,6 +56,17 @@ class Membership:
                 return name in self._held
             self._held[name] = replica
             return True
+
+    def metadata(self, name: str) -> Mapping[str, Any]:
+        """What the held replica told Serve of itself.
+
+        Raises:
+            ConnectionError: it is not held any more.
+        """
+        with self._lock:
+            if (replica := self._held.get(name)) is None:
+                raise ConnectionError(f"replica {name} is not held")
+            return replica.replica_metadata
 
     def release(self, name: str) -> None:
         """The door needs the replica no more."""

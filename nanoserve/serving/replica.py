@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import ray.util
+
 from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
+from nanoserve.serving.link import LinkServer
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
 logger = logging.getLogger(__name__)
@@ -99,6 +102,7 @@ class EngineReplica:
         self._door_grace_s = door_grace_s
         self._owners: dict[str, str] = {}
         self._outboxes: dict[str, _Outbox] = {}
+        self._link = LinkServer(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
         self._beat_s = 0.0
@@ -107,12 +111,16 @@ class EngineReplica:
         self._engine, self._card = make_engine(args, self._on_step)
         logger.info("engine ready engine_id=%s info=%s", self._card.engine_id, self._card.info)
 
-    async def feed(
-        self, door_id: str, seq: int, engine_id: str, target: str | None = None
-    ) -> AsyncIterator[Hello | list[FeedItem]]:
+    async def lease(self, door_id: str, target: str | None = None) -> AsyncIterator[bool]:
+        """While this call is open, Serve counts the replica as busy. ``target`` is read by the request router only."""
+        logger.debug("leased door_id=%s", door_id)
+        yield True
+        await asyncio.Event().wait()
+
+    async def feed(self, door_id: str, seq: int, engine_id: str) -> AsyncIterator[Hello | list[FeedItem]]:
         """A ``Hello``, then everything this door has to know, until the door leaves.
 
-        ``seq`` and ``engine_id`` name the last item the door saw. ``target`` is read by the request router only.
+        ``seq`` and ``engine_id`` name the last item the door saw.
         """
         self._start()
         outbox, resumed = self._attach(door_id, seq, engine_id)
@@ -131,8 +139,8 @@ class EngineReplica:
             if outbox.reader is reader:
                 self._detach(door_id, outbox)
 
-    async def ctl(self, door_id: str, ops: Sequence[Op], target: str | None = None) -> list[NanoserveError | None]:
-        """Submits and aborts of one tick, in order; per op None or why it was refused."""
+    def ctl(self, door_id: str, ops: Sequence[Op]) -> list[NanoserveError | None]:
+        """Submits and aborts of one tick, in order; per op None or why it was refused. Runs on the replica's loop."""
         self._start()
         if door_id not in self._outboxes:
             self._detach(door_id, self._outboxes.setdefault(door_id, _Outbox()))
@@ -149,11 +157,14 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"running": float(self._stats.num_running), "waiting": float(self._stats.num_waiting)}
 
-    def record_replica_metadata(self) -> dict[str, Any]:
-        return {"engine_id": self._card.engine_id, "block_size": self._card.block_size}
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """What Serve tells every door of this replica: where to call."""
+        address = await self._link.start(ray.util.get_node_ip_address())
+        return {"engine_id": self._card.engine_id, "address": address, "secret": self._link.secret}
 
     def __del__(self) -> None:
         if engine := getattr(self, "_engine", None):
+            self._link.close()
             engine.stop()
 
     def _start(self) -> None:

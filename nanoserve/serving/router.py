@@ -16,7 +16,7 @@ from nanoserve.serving.config import ServingArgs
 from nanoserve.serving.feed import DoorConfig, FeedDoor
 from nanoserve.serving.membership import ENGINES
 from nanoserve.serving.metrics import Metrics, render
-from nanoserve.serving.transport import HandleTransport
+from nanoserve.serving.transport import SocketTransport
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Router:
         self._door: FeedDoor | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
-        transport = HandleTransport(self._engine, door_id=self._context.replica_id.unique_id)
+        transport = SocketTransport(self._engine, door_id=self._context.replica_id.unique_id)
         config = DoorConfig(
             max_open_requests=self._args.max_open_requests,
             engine_wait_s=self._args.engine_wait_s,

@@ -1,14 +1,29 @@
-"""What doors and engines say to each other: plain frozen values, pickled by Serve's handles.
+"""What doors and engines say to each other, and how it is written: msgpack frames, decoded into checked values.
 
-Down: ``Submit``, ``Abort`` and ``Ping``, several in one call. Up: one ``Hello``, then lists of ``FeedItem``, one item a
-step."""
+Down: one ``Greeting``, then ``Control`` frames of ``Submit``, ``Abort`` and ``Ping``. Up: one ``Hello``, then ``Items``
+(one item a step) and an ``Answers`` for each ``Control``, in order. A frame is its length in four bytes, then msgpack;
+never pickle, which would run what a stranger sends.
+"""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from nanoserve.core.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    NanoserveError,
+    QueueFullError,
+    UnavailableError,
+)
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
+
+MAX_FRAME_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,36 +39,38 @@ class EngineCard:
     info: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start the request; its id is the attempt's id."""
 
     request: GenerateRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop the request and free what it holds; an unknown id is no error."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(msgspec.Struct, frozen=True, tag=True):
     """This door lives, though it has nothing to say."""
 
 
 Op = Submit | Abort | Ping
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """First word of a feed. ``resumed``: every item after the one asked for follows; otherwise earlier requests of this
-    door were dropped, and items start after ``seq``."""
+class Greeting(msgspec.Struct, frozen=True):
+    """A door's first word. ``seq`` and ``engine_id`` name the last item that it saw."""
 
-    card: EngineCard
-    resumed: bool
+    secret: str
+    door_id: str
     seq: int
+    engine_id: str
+
+
+class Control(msgspec.Struct, frozen=True):
+    """Ops of one moment, in order."""
+
+    ops: list[Op]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,75 @@ class FeedItem:
     stats: StepStats
     state: str
     reason: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First word of a feed. ``resumed``: every item after the one asked for follows; otherwise earlier requests of this
+    door were dropped, and items start after ``seq``."""
+
+    card: EngineCard
+    resumed: bool
+    seq: int
+
+
+class Items(msgspec.Struct, frozen=True, tag=True):
+    """Consecutive news, oldest first."""
+
+    items: list[FeedItem]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A :class:`NanoserveError` on its way to the door."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float = 1.0
+
+    @classmethod
+    def of(cls, error: NanoserveError) -> "Refusal":
+        return cls(error.type, error.message, error.param, error.code, getattr(error, "retry_after_s", 1.0))
+
+    def error(self) -> NanoserveError:
+        if self.type == QueueFullError.type:
+            return QueueFullError(self.message, retry_after_s=self.retry_after_s)
+        known = _REFUSALS.get(self.type, EngineDeadError)
+        return known(self.message, param=self.param, code=self.code)
+
+
+_REFUSALS: dict[str, type[NanoserveError]] = {
+    error.type: error for error in (InvalidRequestError, DeadlineError, UnavailableError, EngineDeadError)
+}
+
+
+class Answers(msgspec.Struct, frozen=True, tag=True):
+    """Per op of one ``Control`` None or why it was refused."""
+
+    answers: list[Refusal | None]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+greetings = msgspec.msgpack.Decoder(Greeting)
+controls = msgspec.msgpack.Decoder(Control)
+news = msgspec.msgpack.Decoder(Hello | Items | Answers)
+
+
+def frame(value: Greeting | Control | Hello | Items | Answers) -> bytes:
+    body = _ENCODER.encode(value)
+    return len(body).to_bytes(4, "big") + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next frame's body.
+
+    Raises:
+        EOFError: the other side has closed. ConnectionError: it broke, or sent what is no frame.
+    """
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > MAX_FRAME_BYTES:
+        raise ConnectionError(f"a frame of {size} bytes")
+    return await reader.readexactly(size)
 
 
 def merge(parts: Sequence[RequestOutput], request_id: str) -> RequestOutput:

@@ -1,10 +1,10 @@
 """From a request body to requests for an engine: words to tokens, and every limit judged at the door."""
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from random import Random, SystemRandom
 from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
@@ -80,14 +80,21 @@ class _Origin:
 
 
 class Preprocessor:
-    """One model's door. Stateless; ``reasoning`` off leaves the tags of thoughts in the content.
+    """One model's door. ``reasoning`` off leaves the tags of thoughts in the content. Requests without a seed draw one;
+    with ``seed`` the draws repeat from start to start, so the same requests in the same order get the same answers.
 
     The methods raise InvalidRequestError for whatever can never work, with ``param`` naming the field. They tokenize,
     so a long prompt takes milliseconds (about 0.7 s a million characters).
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: ModelLimits, defaults: GenerationDefaults, *, reasoning: bool = True
+        self,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        defaults: GenerationDefaults,
+        *,
+        reasoning: bool = True,
+        seed: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
@@ -95,6 +102,7 @@ class Preprocessor:
         self._reader = PromptReader(tokenizer, limits)
         self._defaults = defaults
         self._reasoning = reasoning
+        self._random = SystemRandom() if seed is None else Random(seed)
 
     def chat(self, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
         """The engine requests of a chat. Without ``max_tokens`` the answer may fill the context."""
@@ -297,11 +305,16 @@ class Preprocessor:
                 arrival_s=time.time(),
                 cache_salt=origin.cache_salt,
             )
-            for index, seed in enumerate(_seeds(params.seed, params.n))
+            for index, seed in enumerate(self._seeds(params.seed, params.n))
         )
         return PreparedRequest(
             choices=choices, prompt_text=prompt.text, prompt_token_ids=prompt.token_ids, policy=policy
         )
+
+    def _seeds(self, seed: int | None, num_choices: int) -> list[int]:
+        """Seeds of the choices: the first has the request's own, so it is what ``n=1`` gives; the rest are derived."""
+        first = self._random.getrandbits(63) if seed is None else seed
+        return [first, *(_derived(first, index) for index in range(1, num_choices))]
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         eos = () if params.ignore_eos else self._defaults.eos_token_ids
@@ -328,12 +341,6 @@ def _policy(params: SamplingParams, **fields: Any) -> OutputPolicy:
         prompt_logprobs=params.prompt_logprobs,
         **fields,
     )
-
-
-def _seeds(seed: int | None, num_choices: int) -> list[int]:
-    """Seeds of the choices: the first has the request's own, so it is what ``n=1`` gives; the rest are derived."""
-    first = secrets.randbits(63) if seed is None else seed
-    return [first, *(_derived(first, index) for index in range(1, num_choices))]
 
 
 def _derived(seed: int, index: int) -> int:

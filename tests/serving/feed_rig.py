@@ -66,7 +66,7 @@ class MemoryTransport:
     async def ctl(self, peer_id: str, ops: Sequence[Op]) -> list[NanoserveError | None]:
         self.ctl_calls.append((peer_id, list(ops)))
         await asyncio.sleep(0)
-        return await self._find(peer_id).ctl("door", ops)
+        return self._find(peer_id).ctl("door", ops)
 
     def hold(self, peer_id: str) -> bool:
         self.held.add(peer_id)

@@ -37,8 +37,6 @@ def test_no_setting_means_two_things() -> None:
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas"),
         ({"api_keys": [""]}, "api_keys"),
         ({"drain_s": -1}, "drain_s"),
-        ({"seed": 3}, "seed"),
-        ({"enforce_eager": True}, "enforce_eager"),
         (["model"], "args"),
     ],
 )

@@ -269,7 +269,7 @@ async def test_an_engine_drops_a_door_that_died_without_a_word(rig: Rig, monkeyp
     engine = rig.transport.add("a")
     feed = engine.feed("ghost", 0, "")
     assert isinstance(await anext(feed), Hello)
-    await engine.ctl("ghost", [Submit(request("r", 1000))])
+    engine.ctl("ghost", [Submit(request("r", 1000))])
     async with asyncio.timeout(5):
         async for _ in feed:
             pass

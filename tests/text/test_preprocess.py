@@ -238,10 +238,20 @@ def test_seeds(preprocessor: Preprocessor) -> None:
     assert seeds(seed=11, n=4) == seeds(seed=11, n=4)
     assert len(set(seeds(seed=11, n=4))) == 4
     assert seeds(seed=11, n=4)[0] == seeds(seed=11)[0] == chat(preprocessor, seed=11).seed == 11
+    assert seeds(n=3) != seeds(n=3)
     drawn = seeds(n=4)
     assert len({*drawn, *seeds(n=4)}) == 8
     assert None not in drawn
     assert seeds(seed=-1) == [2**64 - 1]
+
+
+def test_a_seeded_door_draws_the_same_seeds_again(tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    def drawn(seed: int) -> list[int]:
+        door = Preprocessor(tokenizer, limits, GenerationDefaults(eos_token_ids=()), seed=seed)
+        return [chat(door).seed for _ in range(3)]
+
+    assert drawn(5) == drawn(5)
+    assert len({*drawn(5), *drawn(6)}) == 6
 
 
 def test_choices_have_ids_in_the_order_of_their_index(preprocessor: Preprocessor) -> None:
