@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """A run that was ended, however, goes on where it was when it is started again."""
-    from nanoserve.data.batch import run_batch
     from nanoserve.data.config import EngineConfig
     from nanoserve.model.folder import resolve_model
     from nanoserve.serving.private_ray import PrivateRay
@@ -47,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     ray, began_s = PrivateRay(), time.monotonic()
     try:
         ray.start(object_store_bytes=_OBJECT_STORE_BYTES, environment=_QUIET)
+        from nanoserve.data.batch import run_batch  # imports Ray, which reads its environment once
+
         summary = run_batch(options.input, options.output, config, bar=options.bar)
     finally:
         ray.end()

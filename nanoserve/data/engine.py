@@ -47,7 +47,7 @@ class LocalTransport:
             yield item
 
     async def ctl(self, peer_id: str, ops: Sequence[Op]) -> list[NanoserveError | None]:
-        return await self.replicas[peer_id].ctl("data", ops)
+        return self.replicas[peer_id].ctl("data", ops)
 
     def hold(self, peer_id: str) -> bool:
         return peer_id in self.replicas
