@@ -38,6 +38,7 @@ class StepStats:
     """Counts and seconds of one step, or of an idle engine. ``num_*_total`` are counters since the start.
 
     ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step: hex block hashes.
+    ``queue_times_s``: of each request that was first admitted, how long it had waited since it arrived at the door.
     """
 
     step_id: int = 0
@@ -59,3 +60,4 @@ class StepStats:
     update_s: float = 0.0
     blocks_published: tuple[str, ...] = field(default=())
     blocks_evicted: tuple[str, ...] = field(default=())
+    queue_times_s: tuple[float, ...] = field(default=())

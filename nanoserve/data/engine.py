@@ -59,8 +59,8 @@ class LocalTransport:
 class Meter(Metrics):
     """Says now and then how far this engine is; Ray shows it at the driver."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        super().__init__("data")
+    def __init__(self, model: str, max_num_seqs: int) -> None:
+        super().__init__("data", model)
         self._max_num_seqs = max_num_seqs
         self._since_s = time.monotonic()
         self._num_steps = 0
@@ -169,7 +169,7 @@ class EngineHost:
         config = DoorConfig(
             max_open_requests=1_000_000, engine_wait_s=_PATIENCE_S, failover_wait_s=_PATIENCE_S, max_attempts=2
         )
-        meter = Meter(self._args.engine.max_num_seqs)
+        meter = Meter(self._args.engine.model, self._args.engine.max_num_seqs)
         feed = FeedDoor(self._transport, config, meter)
         feed.set_members(frozenset({self._peer_id}))
 

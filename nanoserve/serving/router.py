@@ -33,7 +33,7 @@ class Router:
         self._engine = engine
         self._make_app = make_app
         self._context = serve.get_replica_context()
-        self._metrics = Metrics(self._context.replica_id.unique_id)
+        self._metrics = Metrics(self._context.replica_id.unique_id, args.served_model_name or args.engine.model)
         self._door: FeedDoor | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
