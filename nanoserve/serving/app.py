@@ -1,5 +1,6 @@
 """``build``: typed arguments in, a Serve application out. Deployments: ``Router`` (ingress) and ``Engine``."""
 
+import os
 from typing import Any
 
 from ray import serve
@@ -19,11 +20,15 @@ ROUTER_CPUS = 0.1
 def build(args: ServingArgs) -> Application:
     """The Serve builder: ``import_path: nanoserve.serving:build``.
 
+    The API key may come from the environment (``NANOSERVE_API_KEY``), as a Kubernetes secret gives it.
+
     Raises:
         ConfigError: an argument is wrong.
     """
     from nanoserve.serving.http_door import http_app
 
+    if (key := os.environ.get("NANOSERVE_API_KEY")) and not args.api_keys:
+        args = args.model_copy(update={"api_keys": (key,)})
     return assemble(args, load_engine, http_app)
 
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from nanoserve.core.outputs import StepStats
+from nanoserve.core.outputs import FinishReason, StepStats
 from nanoserve.serving.feed import Peer
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -77,6 +77,11 @@ class Metrics:
         self.next_tokens = observe["inter_token_latency_seconds"]
         self.paced = observe["time_per_output_token_seconds"]
         self._observe_end = observe["request_seconds"]
+        # Shown as 0 from the start: a rate does not see the step from nothing to one.
+        self._count_resubmit = self._resubmitted.labels(model, router_id).inc
+        self._count_end = {
+            reason.value: self._ended.labels(model, router_id, reason.value).inc for reason in FinishReason
+        }
         self._of_replica: dict[str, _StepMetrics] = {}
 
     def step(self, peer_id: str, stats: StepStats) -> None:
@@ -86,11 +91,11 @@ class Metrics:
         known.add(stats)
 
     def finished(self, reason: str, seconds: float) -> None:
-        self._ended.labels(self._model, self._router_id, reason).inc()
+        self._count_end[reason]()
         self._observe_end(seconds)
 
     def resubmitted(self) -> None:
-        self._resubmitted.labels(self._model, self._router_id).inc()
+        self._count_resubmit()
 
     def door_families(self, num_open: int) -> list[Metric]:
         """What only this door knows; picklable, so that another router can show it."""
