@@ -52,13 +52,15 @@ lock:
 clean:
 	rm -rf .venv build dist *.egg-info
 
+KERNELS = setup.py $(wildcard nanoserve/model/kernels/native/*.cpp nanoserve/model/kernels/native/*.h)
+
 # The stamps say what is installed: .venv/serve what a service needs, .venv/test everything.
-.venv/serve: .venv/bin/python requirements.lock pyproject.toml
+.venv/serve: .venv/bin/python requirements.lock pyproject.toml $(KERNELS)
 	@echo "Installing nanoserve into .venv (some minutes the first time)."
 	@$(PIP) -e .
 	@touch $@
 
-.venv/test: .venv/bin/python requirements.lock pyproject.toml
+.venv/test: .venv/bin/python requirements.lock pyproject.toml $(KERNELS)
 	@echo "Installing nanoserve and its test tools into .venv (some minutes the first time)."
 	@$(PIP) -e ".[test]"
 	@touch $@ .venv/serve

@@ -123,7 +123,7 @@ def runner(workload: Workload) -> ModelRunner:
     return ModelRunner(
         NullNetwork(),
         backend,
-        KVPool(backend, num_layers=1, num_blocks=workload.num_seqs * blocks_per_request, dtype=spec.dtype),
+        KVPool(backend, num_layers=1, num_blocks=workload.num_seqs * blocks_per_request),
         batch=InputBatch(
             max_num_seqs=workload.num_seqs,
             max_blocks_per_request=blocks_per_request,

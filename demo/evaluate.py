@@ -48,10 +48,10 @@ class Generate(Protocol):
 class EngineGenerate:
     """nanoserve's own engine in this process, greedy or with the checkpoint's sampling defaults."""
 
-    def __init__(self, folder: Path, *, dtype: str, sample: bool, seed: int) -> None:
+    def __init__(self, folder: Path, *, dtype: str, sample: bool, seed: int, quantization: str = "none") -> None:
         from nanoserve import LLM
 
-        self.llm = LLM(str(folder), dtype=dtype, max_num_seqs=64, seed=seed)
+        self.llm = LLM(str(folder), dtype=dtype, quantization=quantization, max_num_seqs=64, seed=seed)
         params = replace(self.llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
         self.params = params if sample else replace(params, temperature=0.0)
 
@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--engine", choices=("nanoserve", "transformers"), default="nanoserve")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="float32 is what is served")
+    parser.add_argument("--quantization", default="none", help="none, int8 or int4; nanoserve's engine alone has it")
     parser.add_argument(
         "--sample", action="store_true", help="sample as generation_config.json says, instead of greedy"
     )
@@ -229,7 +230,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     generate: Generate
     if args.engine == "nanoserve":
-        generate = EngineGenerate(args.folder, dtype=args.dtype, sample=args.sample, seed=args.seed)
+        generate = EngineGenerate(
+            args.folder, dtype=args.dtype, sample=args.sample, seed=args.seed, quantization=args.quantization
+        )
     else:
         generate = TransformersGenerate(args.folder, dtype=getattr(torch, args.dtype), sample=args.sample)
     outcomes = evaluate(generate, load_tokenizer(args.folder), held_out(args.seed, args.count))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SMALL_VOCAB = 512
 FULL_VOCAB = 151936
@@ -28,7 +28,11 @@ class ScriptClash(Exception):
 
 def sens_config(vocab_size: int = SMALL_VOCAB, **overrides: Any) -> Any:
     """A two-layer Qwen3Config whose ends of text are the last ids of the vocabulary."""
-    settings: dict[str, Any] = {
+    return Qwen3Config(**(_sens_settings(vocab_size) | overrides))
+
+
+def _sens_settings(vocab_size: int) -> dict[str, Any]:
+    return {
         "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -42,7 +46,6 @@ def sens_config(vocab_size: int = SMALL_VOCAB, **overrides: Any) -> Any:
         "tie_word_embeddings": False,
         "eos_token_id": eos_token_id(vocab_size),
     }
-    return Qwen3Config(**(settings | overrides))
 
 
 def eos_token_id(vocab_size: int) -> int:
@@ -52,7 +55,24 @@ def eos_token_id(vocab_size: int) -> int:
 
 def sens_model(vocab_size: int = SMALL_VOCAB, *, seed: int = 0, **overrides: Any) -> Any:
     """A float32 SENS model."""
-    model = Qwen3ForCausalLM(sens_config(vocab_size, **overrides)).float().eval()
+    return _spread(Qwen3ForCausalLM(sens_config(vocab_size, **overrides)).float().eval(), seed)
+
+
+def sens_moe_model(*, seed: int = 0, **overrides: Any) -> Any:
+    """A float32 SENS model whose middle layer is dense and whose other two are mixtures of 8 experts."""
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**(_sens_settings(SMALL_VOCAB) | settings | overrides))
+    return _spread(Qwen3MoeForCausalLM(config).float().eval(), seed)
+
+
+def _spread(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from nanoserve.core.config import EngineArgs
+from nanoserve.core.config import SPECULATION, EngineArgs
 
 _DEFAULTS = EngineArgs()
 
@@ -20,12 +20,21 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     memory = group.add_mutually_exclusive_group()
     memory.add_argument("--kv-cache-memory", metavar="SIZE", help="such as 4GiB")
     memory.add_argument("--memory-fraction", type=float, metavar="F", help="share of the free memory for the KV cache")
-    group.add_argument("--attention-backend", metavar="NAME", help="(default: auto)")
+    group.add_argument(
+        "--kv-cache-dtype", metavar="NAME", help="auto or int8, which holds twice the tokens (default: auto)"
+    )
+    group.add_argument(
+        "--attention-backend", metavar="NAME", help="native, cpu or reference (default: auto, the first)"
+    )
     group.add_argument(
         "--enforce-eager", action="store_const", const=True, help="no CUDA graphs; a CPU always runs eagerly"
     )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices per engine (default: 1)")
+    group.add_argument("--speculation", choices=SPECULATION, help="guess tokens and verify them together")
+    group.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="guesses a request and step (default: 8)"
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads per engine (default: all, shared)")
 
 

@@ -8,6 +8,8 @@ from nanoserve.core.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+SPECULATION = ("none", "ngram")
+
 
 def parse_bytes(size: str | int) -> int:
     """Bytes of "4GiB", "512MiB", "1e9" or an integer.
@@ -30,6 +32,7 @@ class SchedulerConfig:
     """The counts that bound a scheduler. ``num_blocks`` blocks of ``block_size`` tokens are the whole KV pool.
 
     ``max_queued_requests``/``max_queued_tokens`` bound the waiting queue (tokens: prompt tokens).
+    ``num_speculative_tokens``: drafts that a request may have verified in one step; 0: no speculation.
     """
 
     num_blocks: int
@@ -40,6 +43,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -52,7 +56,9 @@ class EngineArgs:
     """The engine flags of ``nanoserve serve``, ``LLM(...)`` and the Serve builder: same names, same meaning.
 
     ``model``: a folder, a hub id or "demo". ``kv_cache_memory``: bytes or "4GiB"; None takes ``memory_fraction`` of
-    what is free after loading. ``max_model_len`` None: the model's own, cut to what the KV pool can hold.
+    what is free after loading. ``kv_cache_dtype``: "auto" (the activations') or "int8". ``max_model_len`` None: the
+    model's own, cut to what the KV pool can hold. ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of
+    which None means 8, needs the latter.
     """
 
     model: str = "demo"
@@ -64,6 +70,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: str | int | None = None
+    kv_cache_dtype: str = "auto"
     memory_fraction: float | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
@@ -74,3 +81,21 @@ class EngineArgs:
     num_threads: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
+    speculation: str = "none"
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.speculation not in SPECULATION:
+            raise ConfigError(
+                f"`speculation` must be one of: {', '.join(SPECULATION)}. Given: {self.speculation!r}.",
+                param="speculation",
+            )
+        given = self.num_speculative_tokens
+        if given is not None and (self.speculation == "none" or given < 1):
+            reason = "needs `speculation`" if self.speculation == "none" else "must be >= 1"
+            raise ConfigError(f"`num_speculative_tokens` {reason}. Given: {given}.", param="num_speculative_tokens")
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that a request may have verified in one step; 0 without speculation."""
+        return 0 if self.speculation == "none" else self.num_speculative_tokens or 8

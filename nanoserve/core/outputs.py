@@ -37,7 +37,9 @@ class RequestOutput(NamedTuple):
 class StepStats:
     """Counts and seconds of one step, or of an idle engine. ``num_*_total`` are counters since the start.
 
-    ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step: hex block hashes.
+    ``num_draft_tokens_total`` counts guessed tokens that were verified, ``num_accepted_tokens_total`` the right ones.
+    ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step, as block keys
+    (``hashing.block_key``); evictions come first.
     ``queue_times_s``: of each request that was first admitted, how long it had waited since it arrived at the door.
     """
 
@@ -55,9 +57,11 @@ class StepStats:
     num_preemptions_total: int = 0
     num_finished_total: int = 0
     num_aborted_total: int = 0
+    num_draft_tokens_total: int = 0
+    num_accepted_tokens_total: int = 0
     schedule_s: float = 0.0
     execute_s: float = 0.0
     update_s: float = 0.0
-    blocks_published: tuple[str, ...] = field(default=())
-    blocks_evicted: tuple[str, ...] = field(default=())
+    blocks_published: tuple[int, ...] = field(default=())
+    blocks_evicted: tuple[int, ...] = field(default=())
     queue_times_s: tuple[float, ...] = field(default=())

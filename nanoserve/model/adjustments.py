@@ -19,7 +19,7 @@ class SampleBatch:
     """The logits rows that sample in a step.
 
     Entry i belongs to row ``rows[i]`` of the sampling table and chooses the token at absolute position
-    ``positions[i]`` of its request. ``drafts[i]``: proposed tokens between the confirmed ones and entry i.
+    ``positions[i]`` of its request. ``drafts[i]``: proposed tokens between the sampled ones and entry i.
     ``allowed``: entries and their bitmasks [num_entries, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32 set
     when token t is allowed.
     """

@@ -17,6 +17,7 @@ from nanoserve.model.folder import resolve_model
 from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
+from nanoserve.model.kernels import choose_kernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.loader import load_weights
 from nanoserve.model.quant import linear_method
@@ -53,10 +54,15 @@ def build(args: EngineArgs) -> LoadedModel:
     method = linear_method(args.quantization)
     backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
     network = network_class(config.architecture)(
-        config, dtype=dtype, method=method, backend=backend, max_positions=max_model_len
+        config,
+        dtype=dtype,
+        method=method,
+        backend=backend,
+        kernels=choose_kernels(*config.row_sizes),
+        max_positions=max_model_len,
     )
     num_parameters, weights_bytes = _load(network, folder)
-    pool, scheduler = _allocate(args, backend, config, dtype=dtype, max_model_len=max_model_len)
+    pool, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
     info = ModelInfo(
         name=args.model,
         architecture=config.architecture,
@@ -65,7 +71,7 @@ def build(args: EngineArgs) -> LoadedModel:
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
-        kv_bytes_per_token=_token_bytes(backend, config, dtype, args.block_size),
+        kv_bytes_per_token=_token_bytes(backend, config, args.block_size),
         attention_backend=backend.name,
         attention_rejected=rejected,
     )
@@ -93,6 +99,7 @@ def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -
         block_size=args.block_size,
         dtype=dtype,
         device=_device(args.device),
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 
@@ -111,6 +118,10 @@ def _refuse_unbuilt(args: EngineArgs) -> None:
         raise ConfigError(
             f"`tensor_parallel_size` must be 1; more is not built yet. Given: {args.tensor_parallel_size}.",
             param="tensor_parallel_size",
+        )
+    if args.kv_cache_dtype not in ("auto", "int8"):
+        raise ConfigError(
+            f"`kv_cache_dtype` must be auto or int8. Given: {args.kv_cache_dtype!r}.", param="kv_cache_dtype"
         )
     if args.deterministic:
         raise ConfigError("`deterministic` is not built yet.", param="deterministic")
@@ -148,25 +159,25 @@ def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
     return wanted or config.max_positions
 
 
-def _token_bytes(backend: AttentionBackend, config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
+def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int) -> int:
     elements = torch.Size(backend.kv_shape(num_layers=config.num_layers, num_blocks=1)).numel()
-    return elements * dtype.itemsize // block_size
+    return elements * backend.kv_dtype.itemsize // block_size
 
 
 def _allocate(
-    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, dtype: torch.dtype, max_model_len: int
+    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int
 ) -> tuple[KVPool, SchedulerConfig]:
     """The pool that the memory settings buy; ``max_model_len`` is cut to what it holds."""
     blocks_per_request = -(-max_model_len // args.block_size)
     num_blocks = count_blocks(
         args,
-        block_bytes=_token_bytes(backend, config, dtype, args.block_size) * args.block_size,
+        block_bytes=_token_bytes(backend, config, args.block_size) * args.block_size,
         max_useful_blocks=blocks_per_request * args.max_num_seqs,
     )
     capacity = num_blocks * args.block_size
     if capacity < max_model_len:
         logger.warning("max_model_len is cut to what the KV cache holds from=%d to=%d", max_model_len, capacity)
-    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks, dtype=dtype)
+    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
     scheduler = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=args.block_size,
@@ -176,5 +187,6 @@ def _allocate(
         enable_prefix_caching=args.enable_prefix_caching,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
+        num_speculative_tokens=args.max_drafts,
     )
     return pool, scheduler

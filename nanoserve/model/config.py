@@ -14,7 +14,9 @@ from nanoserve.core.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_THETA = 10_000.0  # transformers' default when neither place names one
-_DEFAULT_HEAD_DIM = 128  # Qwen3's default; it is not hidden_size / num_attention_heads
+_MOE = "Qwen3MoeForCausalLM"
+_BY_MODEL_TYPE = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": _MOE}
+_DEFAULT_HEAD_DIM = 128  # Qwen3's default; Qwen3-MoE's is hidden_size / num_attention_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,20 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts, each of ``intermediate_size``; ``num_experts_per_token`` of them compute a token.
+
+    ``normalizes_weights``: the weights of the chosen add up to one. ``dense_layers`` have a plain feed-forward layer.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalizes_weights: bool
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only model. ``dtype`` is the checkpoint's own; ``max_positions`` its context length."""
 
@@ -53,6 +69,12 @@ class ModelConfig:
     attention_bias: bool
     tie_word_embeddings: bool
     dtype: str
+    moe: MoEConfig | None = None
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Sizes of the rows that norms and activations see."""
+        return (self.hidden_size, self.intermediate_size, *((self.moe.intermediate_size,) if self.moe else ()))
 
 
 def load_config(folder: Path, architectures: tuple[str, ...]) -> ModelConfig:
@@ -76,7 +98,9 @@ def parse_config(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> Mode
     _refuse_unsupported(raw)
     num_heads = _count(raw, "num_attention_heads")
     num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
-    head_dim = _count(raw, "head_dim", default=_DEFAULT_HEAD_DIM)
+    hidden_size, num_layers = _count(raw, "hidden_size"), _count(raw, "num_hidden_layers")
+    is_moe = architecture == _MOE
+    head_dim = _count(raw, "head_dim", default=hidden_size // num_heads if is_moe else _DEFAULT_HEAD_DIM)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})."
@@ -88,9 +112,9 @@ def parse_config(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> Mode
     return ModelConfig(
         architecture=architecture,
         vocab_size=_count(raw, "vocab_size"),
-        hidden_size=_count(raw, "hidden_size"),
+        hidden_size=hidden_size,
         intermediate_size=_count(raw, "intermediate_size"),
-        num_layers=_count(raw, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -100,13 +124,35 @@ def parse_config(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> Mode
         attention_bias=_flag(raw, "attention_bias"),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        moe=_moe(raw, num_layers) if is_moe else None,
+    )
+
+
+def _moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig:
+    """transformers 5 calls ``num_experts`` ``num_local_experts``. One layer in ``decoder_sparse_step`` is sparse."""
+    num_experts = _count(raw, "num_local_experts", default=_count(raw, "num_experts", default=128))
+    num_chosen = _count(raw, "num_experts_per_tok", default=8)
+    if num_chosen > num_experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok ({num_chosen}) must be at most the number of experts ({num_experts})."
+        )
+    step = _count(raw, "decoder_sparse_step", default=1)
+    named = raw.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(isinstance(index, int) for index in named):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layer numbers. Given: {named!r}.")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_token=num_chosen,
+        intermediate_size=_count(raw, "moe_intermediate_size", default=768),
+        normalizes_weights=_flag(raw, "norm_topk_prob"),
+        dense_layers=frozenset(i for i in range(num_layers) if i in named or (i + 1) % step),
     )
 
 
 def _architecture(raw: Mapping[str, Any], architectures: tuple[str, ...]) -> str:
     named = raw.get("architectures") or []
-    if not named and raw.get("model_type") == "qwen3":
-        named = ["Qwen3ForCausalLM"]
+    if not named and raw.get("model_type") in _BY_MODEL_TYPE:
+        named = [_BY_MODEL_TYPE[raw["model_type"]]]
     for name in named:
         if name in architectures:
             return str(name)

@@ -12,6 +12,7 @@ from nanoserve.core.config import EngineArgs, parse_bytes
 from nanoserve.core.errors import ConfigError
 from nanoserve.core.plan import BlockCopy
 from nanoserve.model.attention.base import AttentionBackend
+from nanoserve.model.kernels.native import memory
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 class KVPool:
     """The KV memory of all layers. Written by attention and by :meth:`copy`; which block is whose is not known here."""
 
-    def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int, dtype: torch.dtype) -> None:
+    def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int) -> None:
         shape = backend.kv_shape(num_layers=num_layers, num_blocks=num_blocks)
         # Zeroed: padding reads blocks that nobody wrote, and a masked NaN is still a NaN.
-        self._pool = torch.zeros(shape, dtype=dtype)
+        self._pool = memory.zeros(shape, backend.kv_dtype)
         self.layers: tuple[Tensor, ...] = tuple(backend.layer(self._pool, i) for i in range(num_layers))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

@@ -6,9 +6,9 @@ cannot exist: either all slots are filled, or a :class:`CheckpointError` names t
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,53 @@ _LM_HEAD = "lm_head.weight"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that older transformers releases saved
 
 
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections of all experts as transformers 5 holds them in memory, [num_experts, out_features, in_features]."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where one tensor lies."""
+    """Where one tensor lies: under ``name``, whole or as the ``rows`` of one expert of a stack."""
 
     file: Path
     handle: Any
+    name: str
+    expert: int = 0
+    rows: slice | None = None
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.handle.get_slice(name).get_shape())
+    def shape(self) -> tuple[int, ...]:
+        whole = tuple(self.handle.get_slice(self.name).get_shape())
+        return whole if self.rows is None else (self.rows.stop - self.rows.start, *whole[2:])
+
+    def read(self) -> Tensor:
+        try:
+            if self.rows is None:
+                tensor: Tensor = self.handle.get_tensor(self.name)
+            else:
+                tensor = self.handle.get_slice(self.name)[self.expert, self.rows]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{self.file.name}: {self.name} cannot be read: {error}") from error
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{self.file.name}: {self.name} is stored as {tensor.dtype}, which is no floating type."
+            )
+        return tensor
 
 
 def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
     """Fills ``slots`` (checkpoint name -> memory) from the safetensors files in ``folder``, converting dtypes.
 
+    A tensor ``...experts.gate_up_proj`` or ``...experts.down_proj`` stands for those of its experts one by one.
     A stored ``lm_head.weight`` without a slot means tied embeddings: it is left out, with a warning if it differs.
 
     Raises:
         CheckpointError: a file is missing or broken, or a tensor is missing, unexpected or of a wrong shape.
     """
     with ExitStack() as stack:
-        stored = _open_all(folder, stack)
+        stored = _unstacked(_open_all(folder, stack))
         _check(stored, slots, folder)
         for name, slot in slots.items():
-            slot.copy_(_read(stored[name], name))
+            slot.copy_(stored[name].read())
         if _LM_HEAD in stored and _LM_HEAD not in slots:
             _warn_if_head_differs(stored, slots)
 
@@ -71,7 +94,7 @@ def _open_all(folder: Path, stack: ExitStack) -> dict[str, _Stored]:
         for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             if name in stored:
                 raise CheckpointError(f"The tensor {name} lies in both {stored[name].file.name} and {file.name}.")
-            stored[name] = _Stored(file, handle)
+            stored[name] = _Stored(file, handle, name)
     return stored
 
 
@@ -86,7 +109,37 @@ def _open_indexed(folder: Path, index: Path, stack: ExitStack) -> dict[str, _Sto
         unlisted = sorted(held - weight_map.keys())
         if unlisted:
             raise CheckpointError(f"{shard} holds {unlisted[0]}, which {index.name} does not list.")
-    return {tensor: _Stored(folder / shard, handles[shard]) for tensor, shard in weight_map.items()}
+    return {tensor: _Stored(folder / shard, handles[shard], tensor) for tensor, shard in weight_map.items()}
+
+
+def _unstacked(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """The tensors with every stack of experts taken apart; a stack's place is kept, so errors name its file."""
+    tensors: dict[str, _Stored] = {}
+    for name, place in stored.items():
+        for part_name, part in _parts(name, place):
+            if part_name in tensors:
+                raise CheckpointError(f"The tensor {part_name} is stored twice: by itself and in a stack of experts.")
+            tensors[part_name] = part
+    return tensors
+
+
+def _parts(name: str, place: _Stored) -> Iterator[tuple[str, _Stored]]:
+    prefix, _, kind = name.rpartition(".")
+    projections = _STACKED.get(kind, ()) if prefix.endswith(".experts") else ()
+    if not projections:
+        yield name, place
+        return
+    shape = place.shape()
+    if len(shape) != 3 or shape[1] % len(projections):
+        raise CheckpointError(
+            f"{place.file.name}: {name} has shape {list(shape)}; a stack of experts is "
+            f"[experts, {len(projections)} x features, features]."
+        )
+    size = shape[1] // len(projections)
+    for expert in range(shape[0]):
+        for i, projection in enumerate(projections):
+            rows = slice(i * size, (i + 1) * size)
+            yield f"{prefix}.{expert}.{projection}.weight", replace(place, expert=expert, rows=rows)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -123,7 +176,7 @@ def _check(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor], folder: P
     for name, slot in slots.items():
         if name not in stored:
             raise CheckpointError(_missing(name, stored, folder))
-        shape = stored[name].shape(name)
+        shape = stored[name].shape()
         if shape != tuple(slot.shape):
             raise CheckpointError(
                 f"{stored[name].file.name}: {name} has shape {list(shape)}; config.json asks for {list(slot.shape)}."
@@ -139,18 +192,8 @@ def _missing(name: str, stored: Mapping[str, _Stored], folder: Path) -> str:
     return f"The tensor {name} is missing from {files}{reason}."
 
 
-def _read(place: _Stored, name: str) -> Tensor:
-    try:
-        tensor: Tensor = place.handle.get_tensor(name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{place.file.name}: {name} cannot be read: {error}") from error
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{place.file.name}: {name} is stored as {tensor.dtype}, which is no floating type.")
-    return tensor
-
-
 def _warn_if_head_differs(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor]) -> None:
-    head = _read(stored[_LM_HEAD], _LM_HEAD).to(slots[_EMBEDDING].dtype)
+    head = stored[_LM_HEAD].read().to(slots[_EMBEDDING].dtype)
     if not torch.equal(head, slots[_EMBEDDING]):
         logger.warning(
             "config.json ties the embeddings, so the different lm_head.weight that is stored is not used file=%s",

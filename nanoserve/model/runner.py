@@ -73,9 +73,9 @@ class ModelRunner:
         self._admit(plan.scheduled)
         rows = self._batch.rows(plan.scheduled)
         batch = self._batch.build(plan.scheduled, rows)
-        self._confirm(plan.scheduled, rows)
         hidden = self._forward(batch)
         sampled = self._sample(plan.scheduled, rows, batch, hidden)
+        self._count(plan.scheduled, rows, sampled)
         self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
@@ -97,13 +97,6 @@ class ModelRunner:
                 self._states[request.request_id] = request.admitted
                 self._table.admit(row, request.admitted)
                 self._grammars.admit(request.request_id, request.admitted)
-
-    def _confirm(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> None:
-        """Lets penalties count the tokens that this plan shows to be part of the request."""
-        for index in np.flatnonzero(self._table.is_adjusted[rows]).tolist():
-            request = scheduled[index]
-            num_drafts = max(request.num_samples - 1, 0)
-            self._table.confirm(int(rows[index]), request.token_ids, request.num_computed_tokens, num_drafts)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         metadata = self._backend.prepare(batch)
@@ -133,6 +126,12 @@ class ModelRunner:
             for request, start in zip(scheduled, starts.tolist(), strict=True)
             if request.num_samples
         }
+
+    def _count(self, scheduled: Sequence[ScheduledRequest], rows: IntArray, sampled: dict[str, SampledTokens]) -> None:
+        """Lets penalties count the tokens of this step; accepted drafts are in no later plan."""
+        for index in np.flatnonzero(self._table.is_adjusted[rows]).tolist():
+            if scheduled[index].num_samples:
+                self._table.count(int(rows[index]), sampled[scheduled[index].request_id].token_ids)
 
     def _score_prompts(
         self,

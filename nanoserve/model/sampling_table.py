@@ -59,7 +59,7 @@ class Adjustment:
 
 
 class SamplingTable:
-    """One entry a row. Written on admission; ``counts`` inside an adjustment grow as tokens are confirmed."""
+    """One entry a row. Written on admission; ``counts`` inside an adjustment grow as tokens are sampled."""
 
     def __init__(self, max_rows: int) -> None:
         self.temperature = np.zeros(max_rows)
@@ -70,7 +70,6 @@ class SamplingTable:
         self.num_logprobs = np.full(max_rows, OFF)
         self.is_adjusted = np.zeros(max_rows, dtype=bool)
         self._adjustments: list[Adjustment | None] = [None] * max_rows
-        self._num_counted = [0] * max_rows
 
     def admit(self, row: int, state: AdmittedState) -> None:
         """Writes a row; whatever was there before is gone."""
@@ -84,20 +83,17 @@ class SamplingTable:
         self.num_logprobs[row] = OFF if params.logprobs is None else params.logprobs
         self._adjustments[row] = _adjustment(state)
         self.is_adjusted[row] = self._adjustments[row] is not None
-        self._num_counted[row] = len(state.token_ids)
 
     def adjustment(self, row: int) -> Adjustment:
         adjustment = self._adjustments[row]
         assert adjustment is not None
         return adjustment
 
-    def confirm(self, row: int, token_ids: Sequence[int], start: int, num_drafts: int) -> None:
-        """Counts the tokens of a step, at positions ``start ...``, that were not counted yet; drafts may still fall."""
+    def count(self, row: int, token_ids: Sequence[int]) -> None:
+        """Counts the tokens that a step sampled, if this row's penalties ask for it."""
         counts = self.adjustment(row).counts
-        end = start + len(token_ids) - num_drafts
-        if counts is not None and end > self._num_counted[row]:
-            counts.append(token_ids[self._num_counted[row] - start : end - start])
-            self._num_counted[row] = end
+        if counts is not None:
+            counts.append(token_ids)
 
 
 def _adjustment(state: AdmittedState) -> Adjustment | None:

@@ -59,6 +59,7 @@ class GenerationBody(RequestBody):
     guided_grammar: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     user: Any = None
 
 

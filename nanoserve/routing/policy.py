@@ -1,12 +1,25 @@
 """Which replica takes a request: a pure function of what the feeds last told.
 
-Least loaded first. Another signal (session affinity, prefix hits) is one more term of ``_cost``; nothing outside this
-module knows how the choice is made.
+The cost of a replica is counted in tokens: those of the prompt that it must compute, those that wait there already, and
+a flat price for each request it runs (weights found with ``benchmarks.routing``). So prefixes attract, and queues
+repel. Affinity is bounded, as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016): a
+replica with clearly more requests than the mean is taken last, whatever it holds, so that one hot prefix spreads.
+Without any prefix this is least load.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
+
+COMPUTED_WEIGHT = 4
+"""A prompt token to compute against one that waits: waiting delays this request alone, computing takes from all."""
+
+REQUEST_TOKENS = 96
+"""What one more running request costs a replica's others, in waiting tokens."""
+
+LOAD_BOUND = 1.25
+LOAD_SLACK = 8
+"""A replica is overloaded beyond ``LOAD_BOUND`` times the mean number of requests and ``LOAD_SLACK`` more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +38,48 @@ class EngineLoad:
     num_blocks: int = 0
     num_free_blocks: int = 0
 
+    @property
+    def num_requests(self) -> int:
+        return max(self.num_booked, self.num_running + self.num_waiting)
 
-def rank(loads: Sequence[EngineLoad], *, request_id: str) -> list[EngineLoad]:
-    """``loads`` in order of preference for the request; ties are spread by request, so that doors do not herd."""
-    return sorted(loads, key=lambda load: (*_cost(load), crc32(f"{request_id}/{load.key}".encode())))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request asks of a replica.
+
+    ``hit_tokens``: leading prompt tokens that a replica holds, by its key. ``session_id``: requests that share one
+    prefer one replica, whatever it holds. ``tie``: equal replicas are told apart by it, the same way at every door.
+    """
+
+    num_tokens: int
+    tie: str
+    session_id: str = ""
+    hit_tokens: Mapping[str, int]
 
 
-def _cost(load: EngineLoad) -> tuple[float, ...]:
-    """Requests there, then prompt tokens ahead, then how full the KV pool is: smaller is better, compared in order."""
-    num_requests = max(load.num_booked, load.num_running + load.num_waiting)
-    fullness = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
-    return num_requests, load.num_waiting_tokens, round(fullness, 1)
+def rank(loads: Sequence[EngineLoad], demand: Demand) -> list[EngineLoad]:
+    """``loads`` in order of preference for the request."""
+    if not loads:
+        return []
+    limit = LOAD_BOUND * (1 + sum(load.num_requests for load in loads)) / len(loads) + LOAD_SLACK
+    home = max(loads, key=lambda load: _mark(demand.session_id, load)).key if demand.session_id else None
+
+    def cost(load: EngineLoad) -> tuple[bool, float, float, int]:
+        num_hits = demand.num_tokens if load.key == home else demand.hit_tokens.get(load.key, 0)
+        tokens = COMPUTED_WEIGHT * (demand.num_tokens - num_hits)
+        tokens += load.num_waiting_tokens + REQUEST_TOKENS * load.num_requests
+        return load.num_requests + 1 > limit, tokens, _fullness(load), _mark(demand.tie, load)
+
+    return sorted(loads, key=cost)
+
+
+def _fullness(load: EngineLoad) -> float:
+    """How full the KV pool is, in tenths: cached blocks are free, so this counts what running requests hold."""
+    return round(1 - load.num_free_blocks / load.num_blocks, 1) if load.num_blocks else 0.0
+
+
+def _mark(word: str, load: EngineLoad) -> int:
+    """Rendezvous hashing: doors that know nothing of each other agree, and a replica that leaves moves only its own."""
+    mixed = crc32(word.encode()) * 0x9E3779B97F4A7C15 + crc32(load.key.encode()) * 0xC2B2AE3D27D4EB4F
+    mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    return mixed >> 32

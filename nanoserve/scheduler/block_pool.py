@@ -7,6 +7,7 @@ findable, until it is taken. Every operation is O(1) a block.
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from nanoserve.core.hashing import block_key
 from nanoserve.scheduler.sequence import PrefixNode
 
 
@@ -23,8 +24,8 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
-        self._published: list[str] = []
-        self._evicted: list[str] = []
+        self._published: list[int] = []
+        self._evicted: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -62,7 +63,7 @@ class BlockPool:
         if node is not None:
             del self._index[node.hash]
             self._nodes[block_id] = None
-            self._evicted.append(node.hash.hex())
+            self._evicted.append(block_key(node.hash))
         self._num_holders[block_id] = 1
         return block_id
 
@@ -81,10 +82,10 @@ class BlockPool:
         if node.hash not in self._index:
             self._index[node.hash] = block_id
             self._nodes[block_id] = node
-            self._published.append(node.hash.hex())
+            self._published.append(block_key(node.hash))
 
-    def drain_events(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The hex hashes published and evicted since the last call."""
+    def drain_events(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The keys of blocks published and evicted since the last call."""
         events = tuple(self._published), tuple(self._evicted)
         self._published.clear()
         self._evicted.clear()

@@ -87,8 +87,8 @@ class KVCacheManager:
         self._pool.release(reversed(sequence.block_ids))
         sequence.reset()
 
-    def drain_events(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The hex hashes of blocks published and evicted since the last call."""
+    def drain_events(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The keys of blocks published and evicted since the last call."""
         return self._pool.drain_events()
 
     def check_invariants(self, running: Iterable[Sequence]) -> None:

@@ -22,6 +22,7 @@ from nanoserve.core.request import GenerateRequest
 from nanoserve.scheduler.accounting import append, append_verified, take_scores
 from nanoserve.scheduler.admission import QueueBounds, max_length, validate
 from nanoserve.scheduler.deadlines import Deadlines
+from nanoserve.scheduler.drafts import Drafter, spare_rows
 from nanoserve.scheduler.kv_cache_manager import KVCacheManager
 from nanoserve.scheduler.policy import Decision, Limits, Waiting, plan_step
 from nanoserve.scheduler.ranked import RankedSequences
@@ -72,6 +73,8 @@ class Scheduler:
         self._num_finished = 0
         self._num_aborted = 0
         self._queue_times_s: list[float] = []
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
 
     # Coming and going
 
@@ -149,6 +152,8 @@ class Scheduler:
         """Decide the next step and take the blocks for it."""
         assert not self._in_flight, f"step {self._step_id} was not accounted for"
         self._end_late()
+        if self._config.num_speculative_tokens:
+            self._guess()
         probes: list[_Probe] = []
         decision = plan_step(
             self._running.items,
@@ -196,6 +201,8 @@ class Scheduler:
             num_preemptions_total=self._num_preemptions,
             num_finished_total=self._num_finished,
             num_aborted_total=self._num_aborted,
+            num_draft_tokens_total=self._num_draft_tokens,
+            num_accepted_tokens_total=self._num_accepted_tokens,
             schedule_s=schedule_s,
             execute_s=execute_s,
             update_s=update_s,
@@ -223,6 +230,19 @@ class Scheduler:
         self._kv.check_invariants(running)
 
     # Deciding and committing
+
+    def _guess(self) -> None:
+        """Propose drafts for every decoding sequence, as far as the step has room for them.
+
+        A block taken for drafts that are refuted stays with its sequence, whose next tokens fill it.
+        """
+        decoding = [sequence for sequence in self._running if sequence.is_decoding]
+        num_rows = sum(sequence.num_pending_tokens for sequence in self._running)
+        limit = spare_rows(num_rows, len(decoding), len(self._waiting))
+        for sequence in decoding if limit else ():
+            if sequence.drafter is None:
+                sequence.drafter = Drafter(self._config.num_speculative_tokens)
+            self.propose(sequence.request_id, sequence.drafter.guess(sequence.token_ids, limit))
 
     def _plan(self, scheduled: list[ScheduledRequest]) -> SchedulerOutput:
         """The step as a value. An empty step is not executed, so what goes with a step waits for the next one."""
@@ -346,6 +366,7 @@ class Scheduler:
             finish_reason = append(sequence, token_ids[0])
         elif request.num_samples:
             token_ids, finish_reason = append_verified(sequence, request, token_ids)
+            self._learn(sequence, request.num_samples - 1, len(sampled.token_ids) - 1)
         else:
             assert not token_ids, f"{token_ids} sampled although none was planned: {request}"
             finish_reason = None if sequence.num_pending_tokens else FinishReason.LENGTH
@@ -363,6 +384,12 @@ class Scheduler:
         return RequestOutput(
             sequence.request_id, token_ids, finish_reason, stop_token_id, logprobs, scores, sequence.num_cached_tokens
         )
+
+    def _learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        self._num_draft_tokens += num_drafts
+        self._num_accepted_tokens += num_accepted
+        if sequence.drafter is not None:
+            sequence.drafter.learn(num_drafts, num_accepted, len(sequence.token_ids))
 
     def _fail(self, sequence: Sequence, error: tuple[str, str]) -> RequestOutput:
         self._num_finished += 1

@@ -7,6 +7,7 @@ compute. Only the scheduler and its KV manager change a sequence.
 from nanoserve.core.hashing import BlockHash, block_hash, root_hash
 from nanoserve.core.plan import AdmittedState
 from nanoserve.core.request import GenerateRequest
+from nanoserve.scheduler.drafts import Drafter
 
 Rank = tuple[int, int]
 
@@ -48,10 +49,10 @@ class Sequence:
     log probabilities were delivered. ``num_slots``: tokens that ``block_ids`` can hold. ``nodes``: the full blocks
     named so far; the first ``num_published`` of them were offered to the prefix cache. ``is_decoding``: all but the
     last known token are computed, and that one was sampled since the last admission. ``num_cached_tokens`` is -1 before
-    the first admission.
+    the first admission. ``drafter`` guesses its next tokens; it outlives preemptions.
     """
 
-    __slots__ = ("block_ids", "draft_token_ids", "is_decoding", "is_running", "max_length", "nodes",
+    __slots__ = ("block_ids", "draft_token_ids", "drafter", "is_decoding", "is_running", "max_length", "nodes",
                  "num_cached_tokens", "num_computed_tokens", "num_draft_tokens", "num_fixed_tokens",
                  "num_prompt_tokens", "num_published", "num_scored_tokens", "num_slots", "rank", "request",
                  "request_id", "root", "stop_token_ids", "token_ids")  # fmt: skip
@@ -68,6 +69,7 @@ class Sequence:
         self.num_scored_tokens = self.num_prompt_tokens - 1 if request.sampling.prompt_logprobs is None else 0
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids or ())
         self.nodes: list[PrefixNode] = []
+        self.drafter: Drafter | None = None
         self.num_cached_tokens = -1
         self.is_running = False
         self.reset()

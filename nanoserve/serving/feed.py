@@ -12,7 +12,7 @@ a request's context when that request's client leaves.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from nanoserve.core.errors import EngineDeadError, NanoserveError, QueueFullError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.routing.policy import EngineLoad, rank
+from nanoserve.routing.kv_index import KVIndex, PrefixChain
+from nanoserve.routing.policy import Demand, EngineLoad, rank
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class FeedStream:
         self.opened_s = now_s
         self.first_token_s = 0.0
         self.last_token_s = 0.0
+        self.chain: PrefixChain | None = None
         self._skip_prompt_logprobs = 0
         self._door = door
         self._pending: list[RequestOutput] = []
@@ -208,6 +210,7 @@ class FeedDoor:
         self._observer = observer
         self._clock = clock
         self._peers: dict[str, Peer] = {}
+        self._kv = KVIndex()
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
         self._changed = asyncio.Event()
@@ -313,6 +316,7 @@ class FeedDoor:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._transport.release(peer.peer_id)
+        self._kv.forget(peer.peer_id)
         self._changed.set()
         if peer.peer_id in self._listed:
             delay_s = self._config.readopt_after_s if readopt_after_s is None else readopt_after_s
@@ -362,6 +366,8 @@ class FeedDoor:
             self._lose(peer, "The engine forgot this door.", readopt_after_s=0.1)
             return
         peer.card, peer.seq, peer.heard_s, peer.num_breaks = hello.card, hello.seq, self._clock(), 0
+        if not hello.resumed:
+            self._kv.reset(peer.peer_id, hello.blocks)
         if peer.state is PeerState.NEW:
             peer.state = PeerState.UP
             logger.info("engine up peer=%s engine_id=%s", peer.peer_id, hello.card.engine_id)
@@ -370,6 +376,7 @@ class FeedDoor:
     def _absorb(self, peer: Peer, items: list[FeedItem]) -> None:
         now_s, served, step_id = self._clock(), self._serves(peer), peer.stats.step_id
         for item in items:
+            self._kv.update(peer.peer_id, item.stats.blocks_published, item.stats.blocks_evicted)
             for output in item.outputs:
                 if (stream := peer.streams.get(output.request_id)) is not None:
                     self._deliver(stream, output, now_s)
@@ -394,6 +401,7 @@ class FeedDoor:
             since = stream.last_token_s or stream.opened_s
             (self._observer.next_tokens if stream.last_token_s else self._observer.first_token)(now_s - since)
             stream.first_token_s, stream.last_token_s = stream.first_token_s or now_s, now_s
+            self._settle(stream)
         stream.push(output)
         if output.finish_reason is not None:
             self._end(stream, output.finish_reason.value, abort=False)
@@ -423,7 +431,7 @@ class FeedDoor:
         """The best engine that is not full; waits for one while there is none at all."""
         while True:
             serving = {peer.peer_id: peer for peer in self._peers.values() if self._serves(peer)}
-            ranked = rank([peer.load() for peer in serving.values()], request_id=stream.request.request_id)
+            ranked = rank([peer.load() for peer in serving.values()], self._demand(stream, serving))
             for load in ranked:
                 if load.key not in full:
                     return serving[load.key]
@@ -436,10 +444,37 @@ class FeedDoor:
             except TimeoutError:
                 raise UnavailableError(self.trouble() or "No engine is available.") from None
 
+    def _demand(self, stream: FeedStream, serving: Mapping[str, Peer]) -> Demand:
+        """Prefixes are looked up only where there is a choice."""
+        request = stream.request
+        chain = None
+        if len(serving) > 1 and (card := self.card()) is not None:
+            chain = PrefixChain(
+                (*request.prompt_token_ids, *stream.emitted),
+                block_size=card.block_size,
+                salts=(card.cache_salt, request.adapter or "", request.cache_salt),
+            )
+        stream.chain = chain
+        first_block = next(iter(chain), None) if chain is not None else None
+        return Demand(
+            num_tokens=len(request.prompt_token_ids) + len(stream.emitted),
+            tie=request.request_id if first_block is None else f"{first_block:x}",
+            session_id=request.session_id,
+            hit_tokens={} if chain is None else self._kv.hit_tokens(chain),
+        )
+
+    def _settle(self, stream: FeedStream) -> None:
+        """The engine has told of the prompt's blocks by now, or never will."""
+        if stream.chain is not None and stream.peer is not None:
+            self._kv.settle(stream.peer.peer_id, stream.chain)
+        stream.chain = None
+
     async def _submit(self, stream: FeedStream, peer: Peer) -> None:
         request = stream.next_attempt()
         stream.peer = peer
         peer.streams[stream.attempt_id] = stream
+        if stream.chain is not None:
+            self._kv.expect(peer.peer_id, stream.chain)
         call = _Call(Submit(request), asyncio.get_running_loop().create_future())
         self._send(peer, call)
         assert call.done is not None
@@ -537,6 +572,7 @@ class FeedDoor:
             self._emptied.set()
 
     def _unbook(self, stream: FeedStream) -> None:
+        self._settle(stream)
         peer, stream.peer, stream.accepted = stream.peer, None, False
         if peer is not None:
             peer.streams.pop(stream.attempt_id, None)

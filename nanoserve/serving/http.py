@@ -40,6 +40,7 @@ Work = TypeVar("Work", chat_route.Chat, completions_route.Completion)
 Prepare = Callable[[Door, ServedModel, Sampled, str], Work]
 _HEALTH_TIMEOUT_S = 5.0
 _LARGE_BODY_BYTES = 64 * 1024
+SESSION_HEADER = "x-session-id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,10 @@ class Routes:
     async def _parse(self, request: Request, body_type: type[Body]) -> Body:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
-        return await self._beside_loop(request, parse_body, raw, body_type)
+        body: Body = await self._beside_loop(request, parse_body, raw, body_type)
+        if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, GenerationBody):
+            body.session_id = session_id
+        return body
 
     async def _prepare(self, request: Request, prepare: Prepare[Sampled, Work], body: Sampled) -> Work:
         return await self._beside_loop(request, prepare, self._door, self._find(body.model), body, self._fingerprint)

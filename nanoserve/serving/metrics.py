@@ -30,6 +30,8 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "Prompt tokens computed or reused", "num_prompt_tokens_total"),
     ("cached_tokens", "Prompt tokens whose KV was reused", "num_cached_tokens_total"),
     ("generation_tokens", "Tokens generated", "num_generated_tokens_total"),
+    ("draft_tokens", "Guessed tokens that were verified", "num_draft_tokens_total"),
+    ("accepted_draft_tokens", "Guessed tokens that were right", "num_accepted_tokens_total"),
     ("preemptions", "Requests whose KV was taken back", "num_preemptions_total"),
     ("requests_finished", "Requests that the engine finished", "num_finished_total"),
     ("requests_aborted", "Requests that were aborted in the engine", "num_aborted_total"),

@@ -105,6 +105,7 @@ class EngineReplica:
         self._link = LinkServer(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
+        self._cached: set[int] = set()
         self._beat_s = 0.0
         # Ray sets OMP_NUM_THREADS to the CPUs it reserved, which is one: the engine must be told.
         args = replace(args, num_threads=args.num_threads or max(1, _num_cores() // num_siblings))
@@ -127,7 +128,7 @@ class EngineReplica:
         reader = outbox.reader = object()
         seq = seq if resumed else outbox.seq
         try:
-            yield Hello(self._card, resumed, seq)
+            yield Hello(self._card, resumed, seq, [] if resumed else list(self._cached))
             while outbox.reader is reader and outbox.can_resume(seq):
                 if news := outbox.since(seq):
                     seq = news[-1].seq
@@ -181,6 +182,8 @@ class EngineReplica:
 
     def _fan_out(self, update: Update) -> None:
         self._stats = update.stats
+        self._cached.difference_update(update.stats.blocks_evicted)
+        self._cached.update(update.stats.blocks_published)
         by_door: dict[str, list[RequestOutput]] = {}
         for output in update.outputs:
             take = self._owners.get if output.finish_reason is None else self._owners.pop
@@ -278,6 +281,7 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         vocab_size=loaded.info.vocab_size,
         num_blocks=loaded.scheduler.num_blocks,
         block_size=loaded.scheduler.block_size,
+        cache_salt=loaded.info.name,
         max_num_seqs=loaded.scheduler.max_num_seqs,
         info=asdict(loaded.info),
     )

@@ -28,13 +28,15 @@ MAX_FRAME_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCard:
-    """What an engine is, told once. ``engine_id`` names one life of one replica; ``info`` describes the model."""
+    """What an engine is, told once. ``engine_id`` names one life of one replica; ``info`` describes the model.
+    ``cache_salt`` begins the names of its blocks."""
 
     engine_id: str
     max_model_len: int
     vocab_size: int
     num_blocks: int
     block_size: int
+    cache_salt: str
     max_num_seqs: int
     info: Mapping[str, Any]
 
@@ -86,11 +88,12 @@ class FeedItem:
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """First word of a feed. ``resumed``: every item after the one asked for follows; otherwise earlier requests of this
-    door were dropped, and items start after ``seq``."""
+    door were dropped, items start after ``seq``, and ``blocks`` are the keys of all blocks that are cached by then."""
 
     card: EngineCard
     resumed: bool
     seq: int
+    blocks: list[int] = []
 
 
 class Items(msgspec.Struct, frozen=True, tag=True):

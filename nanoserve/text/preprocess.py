@@ -77,6 +77,7 @@ class _Origin:
     first_index: int = 0
     priority: int = 0
     cache_salt: str = ""
+    session_id: str = ""
 
 
 class Preprocessor:
@@ -304,6 +305,7 @@ class Preprocessor:
                 priority=origin.priority,
                 arrival_s=time.time(),
                 cache_salt=origin.cache_salt,
+                session_id=origin.session_id,
             )
             for index, seed in enumerate(self._seeds(params.seed, params.n))
         )
@@ -328,6 +330,7 @@ def _origin(body: GenerationBody, request_id: str, param: str, *, first_index: i
         first_index=first_index,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        session_id=body.session_id or "",
     )
 
 

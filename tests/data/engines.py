@@ -74,6 +74,7 @@ def _engine(args: EngineArgs, deliver: Any, executor: CountingExecutor) -> tuple
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_num_seqs=args.max_num_seqs,
+        cache_salt="",
         info={"name": "counting"},
     )
     return AsyncEngine(EngineCore(executor, config), deliver, heartbeat_s=0.05), card

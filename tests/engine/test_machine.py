@@ -28,6 +28,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(1, 8) | st.just(30),
     max_model_len=st.integers(4, 40),
     enable_prefix_caching=st.booleans(),
+    num_speculative_tokens=st.sampled_from([0, 0, 1, 5]),
 )
 stems = st.sampled_from([(0,) * 9, (1,) * 9, (0, 1) * 5])
 prompts = st.builds(

@@ -13,6 +13,7 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import ConfigError
 from nanoserve.model import kv_cache
 from nanoserve.model.build import build
+from nanoserve.model.kernels.native import library
 from tests import checkpoints
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 32 * 4  # layers, key and value, tokens, KV heads, head_dim, float32
@@ -32,13 +33,13 @@ def args(folder: Path, **overrides: Any) -> EngineArgs:
     [
         ("tensor_parallel_size", 2, "must be 1"),
         ("tensor_parallel_size", 0, "must be 1"),
-        ("quantization", "int8", "not built yet"),
         ("quantization", "fp8", "not built yet"),
         ("deterministic", True, "not built yet"),
         ("device", "cuda", "cuda"),
         ("device", "tpu", "tpu"),
         ("dtype", "float16", "float16"),
         ("attention_backend", "triton", "triton"),
+        ("kv_cache_dtype", "fp8", "auto or int8"),
         ("max_model_len", 5000, "4096"),
         ("max_model_len", 0, ">= 1"),
         ("block_size", 0, ">= 1"),
@@ -106,7 +107,9 @@ def test_info_tells_what_was_loaded_and_chosen(folder: Path) -> None:
     assert (info.architecture, info.dtype, info.vocab_size) == ("Qwen3ForCausalLM", "float32", 512)
     assert info.num_parameters == sum(p.numel() for p in checkpoints.sens_model().parameters())
     assert info.weights_bytes == 4 * info.num_parameters
-    assert (info.attention_backend, info.attention_rejected) == ("cpu", ())
+    chosen = "native" if library() is not None else "cpu"
+    assert info.attention_backend == chosen
+    assert [name for name, _ in info.attention_rejected] == ([] if chosen == "native" else ["native"])
 
 
 def test_threads_are_set_when_asked(folder: Path) -> None:

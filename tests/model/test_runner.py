@@ -84,8 +84,10 @@ def params(**overrides: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "seed": 0, "max_tokens": NUM_TOKENS} | overrides))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("block_size", [1, 16, 20])
+@pytest.mark.parametrize(
+    ("backend", "block_size"),
+    [("cpu", 1), ("cpu", 16), ("cpu", 20), ("reference", 1), ("reference", 20), ("native", 16), ("native", 32)],
+)
 @pytest.mark.parametrize(
     "habits",
     [

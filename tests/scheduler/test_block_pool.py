@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
+from nanoserve.core.hashing import block_key
 from nanoserve.scheduler.block_pool import BlockPool
 from nanoserve.scheduler.sequence import PrefixNode, root_node
 
@@ -26,7 +27,8 @@ def test_the_least_recently_used_prefix_goes_first_and_tails_before_heads() -> N
     pool.release(reversed(table))
     assert pool.num_free == 3
     assert [pool.take() for _ in range(3)] == table[::-1]
-    assert pool.drain_events() == (tuple(n.hash.hex() for n in nodes), tuple(n.hash.hex() for n in nodes[::-1]))
+    keys = tuple(block_key(node.hash) for node in nodes)
+    assert pool.drain_events() == (keys, keys[::-1])
 
 
 def test_a_block_without_a_prefix_is_taken_before_any_cached_one() -> None:

@@ -76,6 +76,7 @@ def make_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         vocab_size=50021,
         num_blocks=NUM_BLOCKS,
         block_size=16,
+        cache_salt="",
         max_num_seqs=args.max_num_seqs,
         info={"name": "fake", "pid": os.getpid()},
     )

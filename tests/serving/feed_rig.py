@@ -23,7 +23,8 @@ class BrokenError(Exception):
 class MemoryTransport:
     """Reaches the replicas of this process. ``kill`` is a crash, ``cut`` breaks a feed whose engine lives on."""
 
-    def __init__(self) -> None:
+    def __init__(self, door_id: str = "door") -> None:
+        self.door_id = door_id
         self.replicas: dict[str, EngineReplica] = {}
         self.held: set[str] = set()
         self.released: list[str] = []
@@ -36,6 +37,12 @@ class MemoryTransport:
         self._broken[peer_id] = asyncio.Event()
         return self.replicas[peer_id]
 
+    def as_door(self, door_id: str) -> "MemoryTransport":
+        """The same replicas for another door."""
+        other = MemoryTransport(door_id)
+        other.replicas, other._broken = self.replicas, self._broken
+        return other
+
     def kill(self, peer_id: str) -> None:
         self.replicas.pop(peer_id)._engine.stop()
         self.cut(peer_id)
@@ -45,7 +52,7 @@ class MemoryTransport:
         self._broken[peer_id] = asyncio.Event()
 
     async def feed(self, peer_id: str, seq: int, engine_id: str) -> AsyncGenerator[Hello | list[FeedItem], None]:
-        feed = self._find(peer_id).feed("door", seq, engine_id)
+        feed = self._find(peer_id).feed(self.door_id, seq, engine_id)
         broken = asyncio.ensure_future(self._broken[peer_id].wait())
         news = asyncio.ensure_future(anext(feed))
         try:
@@ -66,7 +73,7 @@ class MemoryTransport:
     async def ctl(self, peer_id: str, ops: Sequence[Op]) -> list[NanoserveError | None]:
         self.ctl_calls.append((peer_id, list(ops)))
         await asyncio.sleep(0)
-        return self._find(peer_id).ctl("door", ops)
+        return self._find(peer_id).ctl(self.door_id, ops)
 
     def hold(self, peer_id: str) -> bool:
         self.held.add(peer_id)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.core.errors import InvalidRequestError, QueueFullError, UnavailableError
-from nanoserve.core.outputs import FinishReason
+from nanoserve.core.outputs import FinishReason, StepStats
 from nanoserve.serving import replica
-from nanoserve.serving.feed import PeerState
-from nanoserve.serving.wire import Abort, Hello, Submit
+from nanoserve.serving.feed import FeedDoor, PeerState
+from nanoserve.serving.wire import Abort, FeedItem, Hello, Submit
 from tests.serving import fakes
-from tests.serving.feed_rig import QUICK, Rig, answer, ask, read, request, until
+from tests.serving.feed_rig import QUICK, Log, Rig, answer, ask, read, request, until
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def test_a_slow_reader_gets_one_merged_output(rig: Rig) -> None:
 
 async def test_streams_go_on_elsewhere_when_an_engine_is_killed(rig: Rig) -> None:
     await rig.join("a", "b")
-    asked = [request(f"r{i}", 40, seed=i) for i in range(12)]
+    asked = [request(f"r{i}", 80, seed=i) for i in range(12)]
     answers = [asyncio.create_task(ask(rig, each)) for each in asked]
     await until(lambda: rig.log.num_first_tokens == 12)
     rig.transport.kill("a")
@@ -296,3 +296,58 @@ async def test_an_engine_whose_door_stays_away_drops_its_requests(rig: Rig) -> N
     await until(lambda: not engine._outboxes)
     await until(lambda: engine._stats.num_running == 0)
     assert engine._owners == {}
+
+
+async def test_a_prefix_goes_where_its_blocks_are(rig: Rig) -> None:
+    await rig.join("a", "b")
+    system = tuple(range(1000, 1400))
+    first = await rig.door.open(request("first", 4, prompt=(*system, 1)))
+    assert first.peer is not None
+    home = first.peer.peer_id
+    await read(first)
+    burst = [await rig.door.open(request(f"r{index}", 200, prompt=(*system, 2, index))) for index in range(4)]
+    assert {stream.peer.peer_id for stream in burst if stream.peer} == {home}
+    other = await rig.door.open(request("other", 4, prompt=range(5000, 5400)))
+    assert other.peer is not None
+    assert other.peer.peer_id != home
+    for stream in [*burst, other]:
+        stream.close()
+
+
+async def test_a_burst_with_a_new_prefix_goes_to_one_engine(rig: Rig) -> None:
+    """Before any of its blocks is computed: the door knows what it has just sent where."""
+    await rig.join("a", "b")
+    system = tuple(range(1000, 1400))
+    opening = [rig.door.open(request(f"r{index}", 200, prompt=(*system, index))) for index in range(3)]
+    streams = await asyncio.gather(*opening)
+    assert len({stream.peer.peer_id for stream in streams if stream.peer}) == 1
+    for stream in streams:
+        stream.close()
+    assert not rig.door._kv._expected
+
+
+async def test_a_new_door_learns_what_is_cached(rig: Rig) -> None:
+    await rig.join("a", "b")
+    system = tuple(range(1000, 1400))
+    first = await rig.door.open(request("first", 4, prompt=(*system, 1)))
+    assert first.peer is not None
+    home = first.peer.peer_id
+    await read(first)
+    other = FeedDoor(rig.transport.as_door("door-2"), QUICK, Log())
+    other.set_members(frozenset({"a", "b"}))
+    await until(lambda: len([peer for peer in other.peers if peer.card]) == 2)
+    for index in range(3):
+        stream = await other.open(request(f"r{index}", 50, prompt=(*system, 7, index)))
+        assert stream.peer is not None
+        assert stream.peer.peer_id == home
+    other.leave()
+    await until(lambda: not other._tasks)
+
+
+async def test_what_an_engine_evicts_attracts_no_more(rig: Rig) -> None:
+    await rig.join("a", "b")
+    peer = rig.door.peers[0]
+    rig.door._kv.reset(peer.peer_id, [1, 2, 3])
+    stats = StepStats(step_id=10**6, blocks_evicted=(2,), blocks_published=(4,))
+    rig.door._absorb(peer, [FeedItem(peer.seq + 1, (), stats, "idle", "")])
+    assert rig.door._kv.num_blocks(peer.peer_id) == 3

@@ -193,7 +193,7 @@ def test_news_survive_the_wire() -> None:
         RequestOutput("r", (1, 2), FinishReason.STOP, 2, (entry,), (entry,), 16, None),
         RequestOutput("q", error=("server_error", "It failed."), finish_reason=FinishReason.ERROR),
     )
-    item = FeedItem(3, outputs, StepStats(step_id=9, blocks_published=("ab",)), "running", "fine")
+    item = FeedItem(3, outputs, StepStats(step_id=9, blocks_published=(2**64 - 1,)), "running", "fine")
     got = news.decode(frame(Items([item]))[4:])
     assert isinstance(got, Items)
     assert got.items == [item]

@@ -5,6 +5,7 @@ from typing import Any
 
 ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "nanoserve.model.architectures.qwen3",
+    "Qwen3MoeForCausalLM": "nanoserve.model.architectures.qwen3_moe",
 }
 
 

@@ -5,12 +5,14 @@ A network here is built empty; :meth:`Qwen3ForCausalLM.slots` maps every checkpo
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.model.attention.base import AttentionBackend
 from nanoserve.model.config import ModelConfig
+from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.layers.attention import Attention
 from nanoserve.model.layers.embedding import Embedding
 from nanoserve.model.layers.linear import Linear
@@ -20,17 +22,36 @@ from nanoserve.model.layers.rotary import RotaryEmbedding
 from nanoserve.model.quant.base import LinearMethod
 
 
+class FeedForward(Protocol):
+    """The second half of a decoder layer."""
+
+    def slots(self, prefix: str) -> dict[str, Tensor]: ...
+
+    def prepare(self) -> None: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape."""
+        ...
+
+
 class DecoderLayer:
     """Attention, then the feed-forward layer, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, method: LinearMethod, backend: AttentionBackend
+        self,
+        config: ModelConfig,
+        mlp: FeedForward,
+        *,
+        dtype: torch.dtype,
+        method: LinearMethod,
+        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, dtype)
+        self.input_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.self_attn = Attention(config, dtype=dtype, method=method, backend=backend)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, dtype=dtype, method=method)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, kernels)
+        self.mlp = mlp
 
     def slots(self, prefix: str) -> dict[str, Tensor]:
         return {
@@ -44,9 +65,13 @@ class DecoderLayer:
         self.self_attn.prepare()
         self.mlp.prepare()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object
+    ) -> Tensor:
+        """Adds ``delta`` (of the layer before) and attention to the residual stream ``x`` in place; gives its own."""
+        normed = self.input_layernorm(x) if delta is None else self.input_layernorm.after_adding(x, delta)
+        attended = self.self_attn(normed, cos, sin, kv, metadata)
+        return self.mlp(self.post_attention_layernorm.after_adding(x, attended))
 
 
 class Qwen3ForCausalLM:
@@ -59,19 +84,31 @@ class Qwen3ForCausalLM:
         dtype: torch.dtype,
         method: LinearMethod,
         backend: AttentionBackend,
+        kernels: Kernels,
         max_positions: int,
     ) -> None:
         hidden, vocab = config.hidden_size, config.vocab_size
         self._tied = config.tie_word_embeddings
         self.embed_tokens = Embedding(vocab, hidden, dtype)
-        self.layers = [
-            DecoderLayer(config, dtype=dtype, method=method, backend=backend) for _ in range(config.num_layers)
+        mlps = [
+            self.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
+            for index in range(config.num_layers)
         ]
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.layers = [
+            DecoderLayer(config, mlp, dtype=dtype, method=method, backend=backend, kernels=kernels) for mlp in mlps
+        ]
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, kernels)
         self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
         if self._tied:
-            self.lm_head.share(self.embed_tokens.weight)
+            self.lm_head.share(self.embed_tokens)
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
+
+    @staticmethod
+    def feed_forward(
+        config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> FeedForward:
+        """The feed-forward layer of decoder layer ``index``."""
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, method=method, kernels=kernels)
 
     def slots(self) -> dict[str, Tensor]:
         """Checkpoint name -> memory to fill. With tied embeddings there is no ``lm_head.weight`` to load."""
@@ -90,9 +127,10 @@ class Qwen3ForCausalLM:
         """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
         x = self.embed_tokens(token_ids)
         cos, sin = self._rotary(positions)
+        delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
-            x = layer(x, cos, sin, kv, metadata)
-        return x
+            delta = layer(x, delta, cos, sin, kv, metadata)
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] of :meth:`forward` -> [num_rows, vocab_size]."""

@@ -6,6 +6,7 @@ from nanoserve.core.errors import ConfigError
 from nanoserve.model.attention.base import AttentionBackend, AttentionBackendClass, AttentionSpec
 
 BACKENDS: dict[str, str] = {
+    "native": "nanoserve.model.attention.native:NativeAttention",
     "cpu": "nanoserve.model.attention.cpu:CpuAttention",
     "reference": "nanoserve.model.attention.reference:ReferenceAttention",
 }

@@ -13,7 +13,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """All that a backend may judge by before anything is allocated."""
+    """All that a backend may judge by before anything is allocated. ``kv_cache_dtype``: auto (``dtype``) or int8."""
 
     num_heads: int
     num_kv_heads: int
@@ -21,6 +21,16 @@ class AttentionSpec:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """A layer's RMSNorms of query and key heads: weights [head_dim] and what is added to the mean square."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,11 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Element type of the pool."""
+        ...
+
     def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Shape of the whole pool; the first axis is the block, so that a block of all layers is one copy."""
         ...
@@ -66,6 +81,16 @@ class AttentionBackend(Protocol):
         """Stores ``k``, ``v`` [num_tokens, num_kv_heads, head_dim], then attends causally over all KV of each request.
 
         ``q`` [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim].
+        """
+        ...
+
+    def forward_merged(
+        self, qkv: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, kv: Tensor, metadata: Any
+    ) -> Tensor:
+        """:meth:`forward` of a merged projection, whose queries and keys are normed and rotated first.
+
+        ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] may be overwritten; ``cos``, ``sin`` as from
+        :class:`RotaryEmbedding`.
         """
         ...
 

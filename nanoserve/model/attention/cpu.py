@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, IntArray
+from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, IntArray
+from nanoserve.model.attention.heads import prepared_heads
 
 # A group is closed when its KV outgrows this, to bound the scratch buffers and to keep them in the cache.
 _MAX_GROUP_TOKENS = 2048
@@ -61,7 +62,13 @@ class CpuAttention:
 
     @staticmethod
     def reject(spec: AttentionSpec) -> str | None:
-        return None if spec.device.type == "cpu" else f"the device is {spec.device.type}, not cpu"
+        if spec.device.type != "cpu":
+            return f"the device is {spec.device.type}, not cpu"
+        return None if spec.kv_cache_dtype == "auto" else "it keeps KV in the model's dtype only"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._spec.dtype
 
     def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
@@ -117,6 +124,12 @@ class CpuAttention:
         for chunk in metadata.chunks:
             out[chunk.rows] = self._attend_chunk(q, k, v, keys, values, chunk)
         return out.flatten(1)
+
+    def forward_merged(
+        self, qkv: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, kv: Tensor, metadata: _Metadata
+    ) -> Tensor:
+        q, k, v = prepared_heads(qkv, self._spec, norms, cos, sin)
+        return self.forward(q, k, v, kv, metadata)
 
     def _attend_group(self, q: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup) -> Tensor:
         size = group.rows.shape[0]

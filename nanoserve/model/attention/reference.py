@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoserve.model.attention.base import AttentionSpec, ForwardBatch
+from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms
+from nanoserve.model.attention.heads import prepared_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,11 @@ class ReferenceAttention:
 
     @staticmethod
     def reject(spec: AttentionSpec) -> str | None:
-        return None
+        return None if spec.kv_cache_dtype == "auto" else "it keeps KV in the model's dtype only"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._spec.dtype
 
     def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
@@ -55,6 +60,12 @@ class ReferenceAttention:
             keys, values = (part.flatten(0, 1)[:kv_len] for part in kv[table].unbind(1))
             outputs.append(dense_attention(queries, keys, values))
         return torch.cat(outputs).flatten(1)
+
+    def forward_merged(
+        self, qkv: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, kv: Tensor, metadata: _Metadata
+    ) -> Tensor:
+        q, k, v = prepared_heads(qkv, self._spec, norms, cos, sin)
+        return self.forward(q, k, v, kv, metadata)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,6 +13,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``delta`` to ``x`` in place, then norms it."""
+    return rms_norm(x.add_(delta), weight, eps)
+
+
 def qk_norm_rope(qk: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """RMSNorm over each head, then rotary embedding, of query and key heads together.
 
@@ -29,3 +34,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of the merged projection [num_tokens, 2 * intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Token t's sum of ``weights[t, j] * rows[places[t, j]]``, in order of j and in float32 -> [num_tokens, size].
+
+    ``rows`` [num_rows, size]; ``places`` int64 and ``weights`` float32 [num_tokens, num_chosen].
+    """
+    total = torch.zeros(len(places), rows.shape[1])
+    for place, weight in zip(places.T, weights.T, strict=True):
+        total.addcmul_(rows[place].float(), weight[:, None])
+    return total.to(rows.dtype)

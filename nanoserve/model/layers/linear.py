@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nanoserve.model.layers.embedding import Embedding
 from nanoserve.model.quant.base import LinearMethod, PreparedLinear
 
 
@@ -23,6 +24,7 @@ class Linear:
         self._method = method
         self._weight: Tensor | None = torch.empty(out_features, in_features, dtype=dtype)
         self._bias = torch.empty(out_features, dtype=dtype) if bias else None
+        self._embedding: Embedding | None = None
         self._prepared: PreparedLinear
 
     def slots(self, prefix: str) -> dict[str, Tensor]:
@@ -36,15 +38,17 @@ class Linear:
             slots |= {f"{prefix}{part}.bias": view for part, view in biases}
         return slots
 
-    def share(self, weight: Tensor) -> None:
-        """Uses another layer's weight (tied embeddings) instead of an own one."""
-        self._weight = weight
+    def share(self, embedding: Embedding) -> None:
+        """Uses the table of a tied embedding, which after :meth:`prepare` reads it back from here where that works."""
+        self._weight, self._embedding = embedding.weight, embedding
 
     def prepare(self) -> None:
         """Hands the loaded weight to the method and forgets it."""
         assert self._weight is not None, "prepared twice"
         self._prepared = self._method.prepare(self._weight, self._bias)
         self._weight = None
+        if self._embedding is not None and self._prepared.rows is not None:
+            self._embedding.serve_from(self._prepared.rows)
 
     @property
     def weight_bytes(self) -> int:

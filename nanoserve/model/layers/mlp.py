@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanoserve.model.kernels import plain
+from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.layers.linear import Linear
 from nanoserve.model.quant.base import LinearMethod
 
@@ -11,8 +11,11 @@ from nanoserve.model.quant.base import LinearMethod
 class GatedMLP:
     """``down(silu(gate(x)) * up(x))`` with gate and up merged."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype, method: LinearMethod) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+    ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self._silu_and_mul = kernels.silu_and_mul
         self.gate_up_proj = Linear(hidden_size, parts, bias=False, dtype=dtype, method=method)
         self.down_proj = Linear(intermediate_size, {"down_proj": hidden_size}, bias=False, dtype=dtype, method=method)
 
@@ -25,4 +28,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        return self.down_proj(plain.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))

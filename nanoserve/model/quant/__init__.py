@@ -1,10 +1,17 @@
 """Ways to store and multiply linear weights; one file and one table line each."""
 
+from functools import partial
+
 from nanoserve.core.errors import ConfigError
 from nanoserve.model.quant.base import LinearMethod, LinearMethodFactory
+from nanoserve.model.quant.integer import IntegerWeights
 from nanoserve.model.quant.none import NoQuantization
 
-LINEAR_METHODS: dict[str, LinearMethodFactory] = {"none": NoQuantization}
+LINEAR_METHODS: dict[str, LinearMethodFactory] = {
+    "none": NoQuantization,
+    "int8": partial(IntegerWeights, 8),
+    "int4": partial(IntegerWeights, 4),
+}
 
 
 def linear_method(name: str) -> LinearMethod:

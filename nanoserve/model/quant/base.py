@@ -7,10 +7,17 @@ from torch import Tensor
 
 
 class PreparedLinear(Protocol):
-    """A weight in its final form. ``weight_bytes`` counts what it occupies."""
+    """A weight in its final form. ``weight_bytes`` counts what it occupies.
+
+    ``rows`` gives rows of the weight, [num_rows] ids -> [num_rows, in_features], so that a tied embedding needs no
+    copy of its own; None where the form does not allow that.
+    """
 
     @property
     def weight_bytes(self) -> int: ...
+
+    @property
+    def rows(self) -> Callable[[Tensor], Tensor] | None: ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in_features] -> [num_rows, out_features]."""

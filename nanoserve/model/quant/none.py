@@ -1,4 +1,4 @@
-"""Weights as they come: a plain matrix, or oneDNN's packed order where that multiplies faster."""
+"""Weights as they come: packed for the native kernels; without those in oneDNN's order, or a plain matrix."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanoserve.model.kernels.native import library
 from nanoserve.model.quant.base import PreparedLinear
+from nanoserve.model.quant.experts import GroupedExperts, NativeExperts, PreparedExperts
+from nanoserve.model.quant.native import NativeLinear
 
 
 class _PlainLinear:
@@ -17,6 +20,9 @@ class _PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self._weight, self._bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self._weight)
 
 
 class _PackedLinear:
@@ -31,6 +37,7 @@ class _PackedLinear:
         self._bias = bias
         self._multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         self.weight_bytes = weight.nbytes
+        self.rows = None  # the order is oneDNN's own secret
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self._packed, self._bias, "none", [], "")
@@ -52,4 +59,13 @@ class NoQuantization:
     name = "none"
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        native = library()
+        if native is not None and NativeLinear.can_hold(weight):
+            return NativeLinear(native, weight, bias)
         return _PackedLinear(weight, bias) if can_pack(weight) else _PlainLinear(weight, bias)
+
+    def prepare_experts(self, weight: Tensor) -> PreparedExperts:
+        native = library()
+        if native is not None and NativeExperts.can_hold(weight):
+            return NativeExperts(native, weight)
+        return GroupedExperts(weight)
