@@ -22,7 +22,7 @@ from tests.serving.service import command, free_port
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(240)]
 
 FILES = sorted(Path(__file__).parents[1].glob("deployments/*.yaml"))
-SMALL = {"model": "demo", "num_cpus": 0.2, "num_threads": 1, "kv_cache_memory": "32MiB"}
+SMALL = {"model": "demo", "num_cpus": 0.2, "kv_cache_memory": "32MiB"}
 START_TIMEOUT_S = 150
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -35,8 +35,9 @@ def scaled(path: Path, folder: Path) -> tuple[Path, int, list[str]]:
     names = []
     for app in config["applications"]:
         for args in app["args"].get("models", [app["args"]]):
-            names.append(args.get("served_model_name", args["model"]))
+            names.append(args.setdefault("served_model_name", args["model"]))
             args.update({name: value for name, value in SMALL.items() if name in args})
+            args["num_threads"] = 1
             args["max_num_seqs"] = min(args.get("max_num_seqs", 8), 8)
     target = folder / path.name
     target.write_text(yaml.safe_dump(config))

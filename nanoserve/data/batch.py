@@ -61,7 +61,7 @@ def run_batch(
 
 
 def _model_of(config: EngineConfig) -> str:
-    return config.serving_args().served_model_name or config.model_source
+    return config.serving_args().name
 
 
 def _answered(path: Path, plan: "_Plan", config: EngineConfig, make_engine: EngineFactory) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from nanoserve.protocol.errors import type_of
 from nanoserve.serving.config import ServingArgs
 from nanoserve.serving.door import ServedModel
 from nanoserve.serving.feed import DoorConfig, FeedDoor
-from nanoserve.serving.http_door import HttpDoor
+from nanoserve.serving.http_door import HttpDoor, http_door
 from nanoserve.serving.metrics import Metrics, render
 from nanoserve.serving.replica import Deliver, Engine, EngineFactory, EngineReplica
 from nanoserve.serving.wire import EngineCard, FeedItem, Hello, Op
@@ -169,14 +169,14 @@ class EngineHost:
         config = DoorConfig(
             max_open_requests=1_000_000, engine_wait_s=_PATIENCE_S, failover_wait_s=_PATIENCE_S, max_attempts=2
         )
-        meter = Meter(self._args.engine.model, self._args.engine.max_num_seqs)
+        meter = Meter(self._args.name, self._args.engine.max_num_seqs)
         feed = FeedDoor(self._transport, config, meter)
         feed.set_members(frozenset({self._peer_id}))
 
         async def scrape() -> bytes:
             return render([*meter.engine_families(feed.peers), *meter.door_families(feed.num_open)])
 
-        door = HttpDoor(feed, scrape, self._args)
+        door = http_door({self._args.name: feed}, scrape, self._args)
         while not door.models():  # noqa: ASYNC110 - a feed has nobody to tell of its hello
             await asyncio.sleep(0.01)
         self._watching = asyncio.create_task(self._watch(feed))

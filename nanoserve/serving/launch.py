@@ -66,7 +66,8 @@ def serve(launch: Launch) -> int:
     for app in launch.apps:
         args = ServingArgs.model_validate(app.args)
         if app.import_path == BUILDER:
-            resolve_model(args.engine.model)
+            for model in args.served:
+                resolve_model(model.engine.model)
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
     with _Signals() as signals:
@@ -159,7 +160,7 @@ class _Run:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         targets = [RunTarget(_build(app), name=app.name, route_prefix=app.route_prefix) for app in self._launch.apps]
-        _say(f"Loading {', '.join(str(app.args.get('model', app.name)) for app in self._launch.apps)}.")
+        _say(f"Loading {', '.join(name for app in self._launch.apps for name in _names(app))}.")
         serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -170,9 +171,10 @@ class _Run:
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_s:
             apps = serve.status().applications.values()
-            for app in apps:
-                _raise_if_failed(app)
-            if apps and all(app.status == "RUNNING" for app in apps):
+            running = [_runs(app) for app in apps]
+            if running and all(running):
+                for app in apps:
+                    _tell_of_broken_models(app)
                 return
             time.sleep(0.1)
         raise UnavailableError(f"The service did not start within {START_TIMEOUT_S:.0f} s.")
@@ -193,9 +195,8 @@ class _Run:
         raise UnavailableError(f"The service runs but does not answer on {self.url}: {reason}")
 
     def announce(self) -> None:
-        model = self._launch.apps[0].args
-        name = model.get("served_model_name") or model.get("model") or "demo"
-        key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if model.get("api_keys") else ""
+        name = _names(self._launch.apps[0])[0]
+        key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if self._launch.apps[0].args.get("api_keys") else ""
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is 12 + 7?"}}]}}'
         prefix = self._launch.apps[0].route_prefix.rstrip("/")
         _say(f"Ready in {time.monotonic() - self._began_s:.1f} s on {self.url}. Stop with Ctrl-C. Try:\n")
@@ -267,6 +268,36 @@ def _build(app: App) -> Any:
     return built
 
 
+def _names(app: App) -> list[str]:
+    return [model.name for model in ServingArgs.model_validate(app.args).served]
+
+
+_BROKEN = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+def _runs(app: Any) -> bool:
+    """Whether all that can start has: of several models one may be broken.
+
+    Raises:
+        ConfigError, UnavailableError: what an engine said, where no model could be started.
+    """
+    deployments = app.deployments
+    broken = {name for name, deployment in deployments.items() if deployment.status in _BROKEN}
+    engines = {name for name in deployments if name.startswith("Engine:")}
+    if not engines - broken or broken - engines:
+        _raise_if_failed(app)
+        return bool(app.status == "RUNNING")
+    return all(deployments[name].status == "HEALTHY" for name in deployments.keys() - broken)
+
+
+def _tell_of_broken_models(app: Any) -> None:
+    for name, deployment in app.deployments.items():
+        if deployment.status in _BROKEN:
+            found = _ERROR_LINE.search(deployment.message or "")
+            reason = found[2].strip() if found else _last_line(deployment.message or "")
+            _say(f"{name.removeprefix('Engine:')} is not served: {reason}")
+
+
 def _raise_if_failed(app: Any) -> None:
     """
     Raises:
@@ -276,7 +307,7 @@ def _raise_if_failed(app: Any) -> None:
     for message in messages:
         if found := _ERROR_LINE.search(message or ""):
             raise (ConfigError if found[1] == "ConfigError" else UnavailableError)(found[2].strip())
-    if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+    if app.status in _BROKEN:
         raise UnavailableError(f"The service could not start: {_last_line(app.message) or app.status}")
 
 

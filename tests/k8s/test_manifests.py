@@ -144,12 +144,12 @@ def test_ray_the_image_and_the_code_are_of_one_version(service: Json) -> None:
 def test_the_workers_hold_what_the_configuration_asks_for(service: Json) -> None:
     args = _args(service)
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    engines = args.max_replicas or args.num_replicas
+    wanted = sum((model.max_replicas or model.num_replicas) * (model.num_cpus or 0.1) for model in args.served)
     cpus = sum(
         group["maxReplicas"] * float(group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"])
         for group in workers
     )
-    assert cpus >= engines * (args.num_cpus or 0.1) + args.num_routers * 0.1
+    assert cpus >= wanted + args.num_routers * 0.1
 
 
 def test_every_name_that_is_referred_to_is_there() -> None:
@@ -164,10 +164,11 @@ def test_every_name_that_is_referred_to_is_there() -> None:
     assert f'"redisAddress": "{redis["metadata"]["name"]}:{port}"' in text
 
 
-def test_the_disruption_budget_is_of_the_engines() -> None:
-    (budget,) = strict.documents("PodDisruptionBudget")
-    wanted = budget["spec"]["selector"]["matchLabels"].items()
-    (service,) = [each for each in strict.documents("RayService") if each["metadata"]["name"] == "nanoserve"]
+@pytest.mark.parametrize("name", ["nanoserve", "nanoserve-many"])
+def test_a_disruption_budget_is_of_the_engines(name: str) -> None:
+    budgets = {document["metadata"]["name"]: document for document in strict.documents("PodDisruptionBudget")}
+    wanted = budgets[f"{name}-engines"]["spec"]["selector"]["matchLabels"].items()
+    (service,) = [each for each in strict.documents("RayService") if each["metadata"]["name"] == name]
     head, *workers = [group["template"]["metadata"]["labels"].items() for group in _groups(service)]
     assert all(wanted <= labels for labels in workers)
     assert not wanted <= head
