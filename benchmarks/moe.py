@@ -1,7 +1,8 @@
 """Times one mixture-of-experts layer against torch's grouped product, which is what serves without native kernels.
 
     python -m benchmarks.moe [--shape moe] [--rows 1 16 512] [--threads 2] [--repeat 9]
-Both get the same input and weights, in turns; figures are medians. Writes benchmarks/results/moe.json.
+Both get the same input and weights, in turns; figures are medians. Milliseconds are this thread's own CPU time when
+--threads is 1 (other processes do not count), else the wall clock's. Writes benchmarks/results/moe.json.
 """
 
 import argparse
@@ -49,12 +50,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if (native := library()) is not None:
         native.set_threads(args.threads)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     shape = SHAPES[args.shape]
     assert isinstance(shape, MoEShape), "the choices say so"
     methods: dict[str, LinearMethod] = {"torch": TorchGrouped(), "nanoserve": linear_method(args.quantization)}
     fused = choose_kernels(shape.hidden_size, shape.moe_intermediate_size)
     layers = {name: make_layer(shape, method, plain if name == "torch" else fused) for name, method in methods.items()}
-    rows = {f"{count} tokens": compare(layers, shape, count, args.repeat) for count in args.rows}
+    rows = {f"{count} tokens": compare(layers, shape, count, args.repeat, clock) for count in args.rows}
     print(table(rows))
     record = {"shape": args.shape, "quantization": args.quantization, "threads": args.threads, "layers": rows}
     print(f"written: {write('moe', record).name}")
@@ -77,14 +79,17 @@ def make_layer(shape: MoEShape, method: LinearMethod, kernels: Kernels) -> Spars
 
 
 @torch.inference_mode()
-def compare(layers: dict[str, SparseMoE], shape: MoEShape, num_tokens: int, repeat: int) -> dict[str, float]:
+def compare(
+    layers: dict[str, SparseMoE], shape: MoEShape, num_tokens: int, repeat: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Median milliseconds of each layer, and torch's time as a multiple of ours."""
     x = torch.randn(num_tokens, shape.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     times: dict[str, list[float]] = {name: [] for name in layers}
     for turn in range(repeat + 1):
         for name, layer in layers.items():
-            spent_ms = milliseconds(lambda layer=layer: layer(x))  # type: ignore[misc]
-            times[name] += [spent_ms] if turn else []
+            start_s = clock()
+            layer(x)
+            times[name] += [(clock() - start_s) * 1e3] if turn else []
     medians = {name: statistics.median(values) for name, values in times.items()}
     num_hit = len(layers["torch"].gate(x)[1].unique())
     return {
@@ -92,12 +97,6 @@ def compare(layers: dict[str, SparseMoE], shape: MoEShape, num_tokens: int, repe
         **{f"{name}_ms": value for name, value in medians.items()},
         "speedup": medians["torch"] / medians["nanoserve"],
     }
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    call()
-    return (time.perf_counter() - start_s) * 1e3
 
 
 if __name__ == "__main__":

@@ -6,27 +6,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from nanoserve.observe.latency import Trace, percentile
+
+__all__ = ["RESULTS", "Trace", "percentile", "summary", "table", "write"]
+
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """When one request was sent and when each of its tokens came, in seconds of one clock."""
-
-    sent_s: float
-    token_times_s: tuple[float, ...]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` (0..1) of the values lie, linearly interpolated; 0 for none."""
-    if not values:
-        return 0.0
-    ordered, place = sorted(values), share * (len(values) - 1)
-    low = int(place)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
 
 
 def summary(traces: Sequence[Trace]) -> dict[str, float]:

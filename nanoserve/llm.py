@@ -4,12 +4,13 @@ One thread may call an ``LLM``: its calls step the engine until what they asked 
 """
 
 import itertools
+import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
@@ -18,6 +19,8 @@ from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.engine.core import EngineCore
 from nanoserve.text.defaults import GenerationDefaults
+from nanoserve.text.embedding_recipe import EmbeddingRecipe
+from nanoserve.text.pooling import PoolingBatch, PoolingOptions, PoolingPreprocessor, relevance
 from nanoserve.text.postprocess import ChoiceProcessor, Delta
 from nanoserve.text.preprocess import ModelLimits, PreparedRequest, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
@@ -76,6 +79,33 @@ class GenerationResult:
     finished: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A vector of length 1."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How relevant the second text is to the first, from 0 to 1."""
+
+    score: float
+
+
+Outputs = TypeVar("Outputs", Embedding, Score)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingResult(Generic[Outputs]):
+    """The result of one input of ``embed`` or ``score``, in vLLM's shape."""
+
+    request_id: str
+    outputs: Outputs
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
 class LLM:
     """Qwen3 in this process.
 
@@ -102,7 +132,15 @@ class LLM:
             vocab_size=loaded.info.vocab_size,
             max_kv_tokens=scheduler.num_blocks * scheduler.block_size,
         )
-        self._preprocessor = Preprocessor(self._tokenizer, limits, self._defaults)
+        tasks = loaded.info.tasks
+        self._preprocessor = Preprocessor(self._tokenizer, limits, self._defaults, generates="generate" in tasks)
+        self._pooling = PoolingPreprocessor(
+            self._tokenizer,
+            limits,
+            tasks=tasks,
+            vector_size=loaded.info.hidden_size,
+            recipe=EmbeddingRecipe.load(folder),
+        )
         self._core = EngineCore(loaded.runner, scheduler, cache_salt=model)
         self._seed = settings.get("seed")
         self._numbers = itertools.count()
@@ -183,6 +221,51 @@ class LLM:
         finally:
             self._abort([request.request_id])
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        instruction: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingResult[Embedding]]:
+        """Vectors of texts or token ids, as Qwen3-Embedding makes them: the last token's state, scaled to length 1.
+
+        ``instruction`` says what a query is for (documents have none); ``prompt_name`` takes one of the checkpoint's
+        own instead. ``dimensions`` cuts the vectors before they are scaled. A prompt too long for the model is an
+        error, unless ``truncate_prompt_tokens`` (-1: to what the model takes) cuts its end.
+
+        Raises:
+            InvalidRequestError: a prompt or setting can never work; nothing was computed.
+        """
+        options = PoolingOptions(instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens)
+        inputs = [_prompt(prompt) for prompt in _listed(prompts)]
+        batch = self._pooling.embed(inputs, self._request_id(), options, dimensions=dimensions, prompt_name=prompt_name)
+        return self._run_pooled(batch, lambda pooled: Embedding(_floats(pooled)), use_tqdm)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingResult[Score]]:
+        """How relevant each document (``text_2``) is to its query, as Qwen3-Reranker judges it.
+
+        One query serves all documents, or there are as many queries as documents.
+
+        Raises:
+            InvalidRequestError: a text or setting can never work; nothing was computed.
+        """
+        options = PoolingOptions(instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens)
+        queries, documents = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+        batch = self._pooling.pairs(queries, documents, self._request_id(), options)
+        return self._run_pooled(batch, lambda pooled: Score(relevance(pooled)), use_tqdm)
+
     def shutdown(self) -> None:
         """Give the model's memory back. Idempotent."""
         if not self._closed:
@@ -218,24 +301,53 @@ class LLM:
             return params
         return replace(params, seed=(self._seed + index) % 2**64)
 
+    def _run_pooled(
+        self, batch: PoolingBatch, read: Callable[[bytes], Outputs], use_tqdm: bool
+    ) -> list[PoolingResult[Outputs]]:
+        requests = [batch.request(index) for index in range(len(batch.prompts))]
+        found: dict[str, RequestOutput] = {}
+
+        def finish(output: RequestOutput) -> bool:
+            if output.finish_reason is FinishReason.ERROR:
+                raise EngineDeadError(output.error[1] if output.error else "the request failed")
+            found[output.request_id] = output
+            return output.finish_reason is not None
+
+        self._drive(requests, finish, use_tqdm)
+        return [
+            PoolingResult(
+                request_id=request.request_id,
+                outputs=read(found[request.request_id].pooled),
+                prompt_token_ids=request.prompt_token_ids,
+                num_cached_tokens=found[request.request_id].num_cached_tokens,
+            )
+            for request in requests
+        ]
+
     def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[GenerationResult]:
         jobs = [_Job(prompt, self._tokenizer) for prompt in prepared]
         owner = {request.request_id: job for job in jobs for request in job.prepared.choices}
-        waiting = deque(request for job in jobs for request in job.prepared.choices)
-        num_open = len(owner)
-        bar = _progress_bar(num_open, use_tqdm)
+        requests = [request for job in jobs for request in job.prepared.choices]
+        self._drive(requests, lambda output: owner[output.request_id].feed(output), use_tqdm)
+        return [job.result() for job in jobs]
+
+    def _drive(
+        self, requests: Sequence[GenerateRequest], take: Callable[[RequestOutput], bool], use_tqdm: bool
+    ) -> None:
+        """Step until every request is done; ``take`` reads an output and says whether its request is."""
+        waiting, running = deque(requests), {request.request_id for request in requests}
+        bar = _progress_bar(len(requests), use_tqdm)
         try:
-            while num_open:
+            while running:
                 self._feed(waiting)
                 for output in self._step():
-                    if output.request_id in owner and owner[output.request_id].feed(output):
+                    if output.request_id in running and take(output):
+                        running.remove(output.request_id)
                         self._abort([output.request_id] if output.finish_reason is None else [])
-                        num_open -= 1
                         bar.update()
         finally:
             bar.close()
-            self._abort([request_id for request_id, job in owner.items() if not job.is_done(request_id)])
-        return [job.result() for job in jobs]
+            self._abort(running)
 
     def _feed(self, waiting: deque[GenerateRequest]) -> None:
         """Hand over as many requests as the engine's bounded queue takes."""
@@ -251,7 +363,7 @@ class LLM:
             raise EngineDeadError("This LLM was shut down; make a new one.")
         return self._core.step().outputs
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._core.abort(request_id)
 
@@ -274,8 +386,6 @@ class _Job:
     def feed(self, output: RequestOutput) -> bool:
         """Take an output; True when it ends its choice."""
         choice = self._choices[output.request_id]
-        if choice.last.finish_reason is not None:
-            return False
         if output.finish_reason is FinishReason.ERROR:
             raise EngineDeadError(output.error[1] if output.error else "the request failed")
         choice.add(choice.processor.feed(output), output, self._tokenizer)
@@ -286,9 +396,6 @@ class _Job:
             self._first_token_s = time.time()
         self._finished_s = time.time()
         return choice.last.finish_reason is not None
-
-    def is_done(self, request_id: str) -> bool:
-        return self._choices[request_id].last.finish_reason is not None
 
     def result(self) -> GenerationResult:
         prepared = self.prepared
@@ -378,6 +485,10 @@ def _prompt(prompt: Prompt) -> str | list[int]:
             raise InvalidRequestError("A prompt mapping holds `prompt` or `prompt_token_ids`.", param="prompt")
         prompt = found
     return prompt if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+
+
+def _floats(pooled: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(pooled) // 4}f", pooled))
 
 
 def _progress_bar(total: int, wanted: bool) -> Any:

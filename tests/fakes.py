@@ -19,6 +19,7 @@ from nanoserve.core.plan import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from nanoserve.core.pooling import PoolingParams
 from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
 
@@ -41,6 +42,11 @@ def score(prefix: Sequence[int], token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id=token_id, logprob=-(slot_value(prefix, token_id, "score") % 997) / 100, rank=1)
 
 
+def pool(prefix: Sequence[int], params: PoolingParams) -> bytes:
+    """A vector that depends on the whole prefix, the last token included, and on what was asked for."""
+    return slot_value(prefix, -1, repr(params)).to_bytes(8, "little")
+
+
 @dataclass
 class Answer:
     """What one request got in the end."""
@@ -49,6 +55,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    pooled: bytes = b""
 
 
 def alone(request: GenerateRequest, config: SchedulerConfig, vocab_size: int) -> Answer:
@@ -61,6 +68,8 @@ def alone(request: GenerateRequest, config: SchedulerConfig, vocab_size: int) ->
     answer = Answer()
     if sampling.prompt_logprobs is not None:
         answer.prompt_logprobs = [score(kv[: i + 1], known[i + 1]) for i in range(num_prompt_tokens - 1)]
+    if request.pooling is not None:
+        answer.pooled = pool(kv, request.pooling)
     limit = min(config.max_model_len, config.num_blocks * config.block_size + 1)
     if sampling.max_tokens is not None:
         limit = min(limit, num_prompt_tokens + sampling.max_tokens)
@@ -155,6 +164,7 @@ class FakeExecutor:
         num_drafts = len(request.token_ids) - len(known)
         assert not num_drafts or request.num_samples == num_drafts + 1, "drafts without samples"
         assert not request.num_samples or end >= len(held.token_ids), "samples before the known end"
+        assert request.pooling is None or (end == len(held.token_ids) and not request.num_logits), "pools too early"
         assert 0 <= request.num_samples <= request.num_logits <= len(request.token_ids), "rows"
 
     def _check_writes(self, scheduled: Iterable[ScheduledRequest]) -> None:
@@ -181,7 +191,8 @@ class FakeExecutor:
         ]
         token_ids, logprobs = self._sample(held, request, end - request.num_samples)
         held.num_computed_tokens = end - (request.num_samples - len(token_ids))
-        return SampledTokens(tuple(token_ids), tuple(logprobs), tuple(scores))
+        pooled = pool(self._read(held, end), request.pooling) if request.pooling is not None else b""
+        return SampledTokens(tuple(token_ids), tuple(logprobs), tuple(scores), pooled=pooled)
 
     def _sample(self, held: _Held, request: ScheduledRequest, first: int) -> tuple[list[int], list[TokenLogprobs]]:
         sampling, token_ids, logprobs = held.state.sampling, list[int](), list[TokenLogprobs]()

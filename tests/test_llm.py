@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from nanoserve.core.errors import ConfigError, EngineDeadError, InvalidRequestEr
 from nanoserve.core.sampling import StructuredOutputs
 from nanoserve.llm import GenerationResult, Prompt
 from tests.cases.rig import Rig
+from tests.pooling_checkpoints import Saved, write, write_recipe
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -145,3 +147,51 @@ def test_after_shutdown_a_call_says_so(folder: Path) -> None:
     llm.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate([[1]], GREEDY, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return write(tmp_path_factory.mktemp("pooling"), "causal", seed=8)
+
+
+def test_embed_and_score_equal_transformers(saved: Saved) -> None:
+    with LLM(str(saved.folder), max_model_len=256, kv_cache_memory="512KiB", max_queued_requests=4) as llm:
+        prompts: list[Prompt] = ["hello world", [5, 6, 7], {"prompt": "say it"}]
+        results = llm.embed(prompts * 5, dimensions=20, use_tqdm=False)
+        assert len(results) == 15
+        for result in results:
+            assert result.outputs.embedding == pytest.approx(saved.embed(result.prompt_token_ids, 20), abs=2e-5)
+        assert results[1].prompt_token_ids == (5, 6, 7)
+        [instructed] = llm.embed("hello", instruction="Find it", use_tqdm=False)
+        [written] = llm.embed("Instruct: Find it\nQuery:hello", use_tqdm=False)
+        assert instructed.prompt_token_ids == written.prompt_token_ids
+        scored = llm.score("quick", ["fox", "dog"], use_tqdm=False)
+        assert [s.outputs.score for s in scored] == pytest.approx([saved.judge(s.prompt_token_ids) for s in scored])
+        assert len(llm.score(["a", "b"], ["c", "d"], use_tqdm=False)) == 2
+        assert llm.generate([5], GREEDY, use_tqdm=False)[0].outputs[0].token_ids, "and it still writes"
+        for call in (lambda: llm.embed([]), lambda: llm.embed([[5], []]), lambda: llm.score("a", [])):
+            with pytest.raises(InvalidRequestError):
+                call()
+        with pytest.raises(InvalidRequestError, match="at most"):
+            llm.embed("7" * 300)
+
+
+def test_embed_equals_sentence_transformers(tmp_path: Path) -> None:
+    peer = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    saved = write(tmp_path, "published", seed=9)
+    write_recipe(saved.folder)
+    texts = ["hello world", "naïve café", "<|im_end|> odd"]
+    model = peer.SentenceTransformer(str(saved.folder), device="cpu")
+    cases: list[dict[str, Any]] = [{}, {"prompt_name": "query"}]
+    with LLM(str(saved.folder), kv_cache_memory="1MiB") as llm:
+        for fields in cases:
+            results = llm.embed(texts, use_tqdm=False, **fields)
+            for result, vector in zip(results, model.encode(texts, **fields).tolist(), strict=True):
+                assert result.outputs.embedding == pytest.approx(vector, abs=2e-5)
+
+
+def test_an_embedding_checkpoint_writes_nothing(tmp_path: Path) -> None:
+    with LLM(str(write(tmp_path, "published").folder), kv_cache_memory="1MiB") as llm:
+        assert len(llm.embed("hello", use_tqdm=False)[0].outputs.embedding) == 64
+        with pytest.raises(InvalidRequestError, match="writes no text"):
+            llm.generate("hello")

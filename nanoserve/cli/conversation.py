@@ -3,9 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoserve.core.errors import InvalidRequestError, NanoserveError, UnavailableError
+
+if TYPE_CHECKING:
+    import httpx
 
 Message = Mapping[str, str]
 
@@ -51,19 +54,7 @@ class HttpTalker:
         Raises:
             UnavailableError: the service cannot be reached, or refuses the key.
         """
-        import httpx
-
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        base_url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(10, read=300))
-        try:
-            reply = self._client.get("/v1/models")
-            _raise_for(reply.status_code, reply.content)
-            self._model = model or reply.json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UnavailableError(f"{url} cannot be reached: {error}.") from None
-        except (ValueError, LookupError, TypeError):
-            raise UnavailableError(f"{url} does not answer as an OpenAI-compatible service.") from None
+        self._client, self._model = connect(url, model, api_key)
 
     def stream(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[Piece]:
         import httpx
@@ -72,10 +63,31 @@ class HttpTalker:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
-                    _raise_for(reply.status_code, reply.read())
+                    raise_for(reply.status_code, reply.read())
                 yield from _pieces(reply.iter_lines())
         except httpx.HTTPError as error:
             raise UnavailableError(f"The connection broke: {error}.") from None
+
+
+def connect(url: str, model: str | None, api_key: str | None) -> "tuple[httpx.Client, str]":
+    """A client of the service, and the name of the model to ask for: the given one, or the first that is served.
+
+    Raises:
+        UnavailableError: the service cannot be reached, or refuses the key.
+    """
+    import httpx
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    base_url = url.rstrip("/").removesuffix("/v1")
+    try:
+        client = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(10, read=300))
+        reply = client.get("/v1/models")
+        raise_for(reply.status_code, reply.content)
+        return client, model or reply.json()["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UnavailableError(f"{url} cannot be reached: {error}.") from None
+    except (ValueError, LookupError, TypeError):
+        raise UnavailableError(f"{url} does not answer as an OpenAI-compatible service.") from None
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
@@ -93,7 +105,8 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
     raise UnavailableError("The answer was cut off.")
 
 
-def _raise_for(status: int, body: bytes) -> None:
+def raise_for(status: int, body: bytes) -> None:
+    """Raise what a service says is wrong, unless the status is 200."""
     if status == 200:
         return
     try:

@@ -8,7 +8,10 @@ from nanoserve.core.plan import TokenLogprobs
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. ``ERROR`` carries a message in ``RequestOutput.error``."""
+    """Why a request ended. ``ERROR`` carries a message in ``RequestOutput.error``.
+
+    ``LENGTH`` is also the end of a request that wanted no token: one that scores or pools its prompt.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,6 +24,7 @@ class RequestOutput(NamedTuple):
 
     A stop or EOS token that ended the request is the last of ``new_token_ids`` and repeated as ``stop_token_id``.
     ``num_cached_tokens`` counts the prompt tokens whose KV was reused at first admission. ``error`` is (type, message).
+    ``pooled`` comes with the last output of a request that pools; see ``PoolingParams`` for its form.
     """
 
     request_id: str
@@ -31,6 +35,7 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     error: tuple[str, str] | None = None
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

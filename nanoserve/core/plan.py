@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanoserve.core.pooling import PoolingParams
 from nanoserve.core.request import Grammar
 from nanoserve.core.sampling import SamplingParams
 
@@ -32,7 +33,8 @@ class ScheduledRequest(NamedTuple):
     request's block table before the step. Logits are needed for the last ``num_logits`` of the positions; the last
     ``num_samples`` of those sample a token (0: the prompt goes on; 1: usual; k + 1: k drafts are verified). The rows
     before them only score the token that follows (prompt logprobs). ``admitted`` is set when the executor does not
-    hold the request; ``new_block_ids`` is then its whole table, prefix hits included.
+    hold the request; ``new_block_ids`` is then its whole table, prefix hits included. ``pooling`` is set in the step
+    that computes the last token of a request that pools it.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class ScheduledRequest(NamedTuple):
     num_logits: int = 0
     num_samples: int = 0
     admitted: AdmittedState | None = None
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +91,14 @@ class SampledTokens(NamedTuple):
     ``token_ids``: sampled now, several when drafts were accepted. ``logprobs``: one entry a token when asked for.
     ``prompt_logprobs``: one entry for each scored prompt position, in order: the entry of position p is of token p + 1.
     ``error``: (type, message) of what ends this request alone, such as a grammar that grew too complex.
+    ``pooled``: what ``ScheduledRequest.pooling`` asked for, in the form that ``PoolingParams`` describes.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: tuple[str, str] | None = None
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

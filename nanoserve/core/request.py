@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanoserve.core.pooling import PoolingParams
 from nanoserve.core.sampling import SamplingParams
 
 
@@ -28,6 +29,8 @@ class GenerateRequest:
     ``session_id``: requests of one session prefer one replica; engines ignore it.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
     request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
+    ``pooling``: nothing is generated; the request ends with its last prompt token, which is pooled. ``sampling`` is
+    ``NO_SAMPLING`` then.
     """
 
     request_id: str
@@ -41,3 +44,4 @@ class GenerateRequest:
     cache_salt: str = ""
     session_id: str = ""
     num_prior_output_tokens: int = 0
+    pooling: PoolingParams | None = None

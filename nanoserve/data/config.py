@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nanoserve.core.errors import ConfigError
 from nanoserve.serving.config import ServingArgs
+
+TaskType = Literal["generate", "embed", "score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """``model_source``: a folder, a hub id or "demo". ``engine_kwargs``: the fields of ``EngineArgs``.
 
+    ``task_type``: what is done with each row, see ``rows``.
     ``concurrency``: how many engines, or (fewest, most). Each has ``max_concurrent_batches`` batches of ``batch_size``
     rows at work at once; their product should be some three times ``max_num_seqs``, because the rows of a batch end at
     different times. ``max_tasks_in_flight_per_actor`` None: twice the batches at work, so that the next ones are there.
@@ -23,6 +26,7 @@ class EngineConfig:
     """
 
     model_source: str = "demo"
+    task_type: TaskType = "generate"
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 32
     concurrency: int | tuple[int, int] = 1
@@ -35,6 +39,9 @@ class EngineConfig:
     runtime_env: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.task_type not in get_args(TaskType):
+            known = ", ".join(get_args(TaskType))
+            raise ConfigError(f"`task_type` must be one of {known}. Given: {self.task_type!r}.", param="task_type")
         for name in ("batch_size", "max_concurrent_batches"):
             _check_count(name, getattr(self, name))
         fewest, most = self.pool

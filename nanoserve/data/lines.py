@@ -19,7 +19,7 @@ from nanoserve.data.engine import EngineHost
 from nanoserve.serving.http import HttpConfig, build_app
 from nanoserve.serving.replica import EngineFactory
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
 _MAX_BODY_BYTES = 1 << 30  # the file is the user's own
 
 

@@ -1,5 +1,9 @@
 """One row of a dataset: what it asks, and the answer in its columns.
 
+"generate": ``messages`` or ``prompt``, and ``sampling_params``, bring ``generated_text`` and its like. "embed":
+``prompt`` and ``pooling_params`` bring ``embeddings``. "score": ``query``, ``document`` and ``pooling_params`` bring
+``score``.
+
 Between the stages a row travels as one column of pickled bytes: Arrow would give all rows the same fields and types,
 and a row that is wrong would break its block instead of only itself.
 """
@@ -22,8 +26,10 @@ from nanoserve.data.engine import EngineHost
 from nanoserve.model.folder import resolve_model
 from nanoserve.serving.door import ServedModel
 from nanoserve.serving.generation import opened
+from nanoserve.serving.pooling_route import Run as PoolingRun
 from nanoserve.serving.replica import EngineFactory
 from nanoserve.text.defaults import GenerationDefaults
+from nanoserve.text.pooling import PoolingBatch, PoolingOptions, PoolingPreprocessor, relevance
 from nanoserve.text.preprocess import PreparedRequest
 
 Row = dict[str, Any]
@@ -34,6 +40,7 @@ ERROR = "__inference_error__"
 
 _PACKED = "nanoserve_row"
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_POOLING_FIELDS = {"instruction": str, "truncate_prompt_tokens": int, "dimensions": int, "prompt_name": str}
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -72,6 +79,8 @@ class RowWorker:
         self._host = EngineHost(config.serving_args(), make_engine, num_siblings=config.pool[1])
         self._defaults = default_params(GenerationDefaults.load(resolve_model(config.model_source)))
         self._numbers = itertools.count()
+        tasks = {"generate": self._generated, "embed": self._embedded, "score": self._scored}
+        self._do = tasks[config.task_type]
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         rows = [pickle.loads(packed) for packed in batch[_PACKED]]
@@ -90,10 +99,39 @@ class RowWorker:
 
     async def _answer(self, row: Row) -> Row:
         began_s = time.monotonic()
-        model = await self._host.model()
-        prepared = prepare(model, row, self._defaults, f"row-{next(self._numbers)}")
-        answer = await self._host.run(lambda: self._generate(model, prepared))
+        answer = await self._do(await self._host.model(), row)
         return answer | {"time_taken_llm": time.monotonic() - began_s}
+
+    async def _generated(self, model: ServedModel, row: Row) -> Row:
+        prepared = prepare(model, row, self._defaults, self._request_id())
+        return await self._host.run(lambda: self._generate(model, prepared))
+
+    async def _embedded(self, model: ServedModel, row: Row) -> Row:
+        given = _pooling_params(row, *_POOLING_FIELDS)
+        own = {name: given.pop(name, None) for name in ("dimensions", "prompt_name")}
+        prompt, options = plain(row.get("prompt")), PoolingOptions(**given)
+        if not isinstance(prompt, str | list):
+            raise InvalidRequestError(f"`prompt` must be a text or token ids. Given: {prompt!r:.100}.", param="prompt")
+        batch = _pooling(model).embed([prompt], self._request_id(), options, **own)
+        return await self._pooled(model, batch, lambda pooled: {"embeddings": np.frombuffer(pooled, "<f4").tolist()})
+
+    async def _scored(self, model: ServedModel, row: Row) -> Row:
+        texts = {name: row.get(name) for name in ("query", "document")}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"`{name}` must be a text. Given: {text!r:.100}.", param=name)
+        options = PoolingOptions(**_pooling_params(row, "instruction", "truncate_prompt_tokens"))
+        queries, documents = ([str(text)] for text in texts.values())
+        batch = _pooling(model).pairs(queries, documents, self._request_id(), options, names=("query", "document"))
+        return await self._pooled(model, batch, lambda pooled: {"score": relevance(pooled)})
+
+    async def _pooled(self, model: ServedModel, batch: PoolingBatch, read: Callable[[bytes], Row]) -> Row:
+        door = await self._host.door()
+        results = await self._host.run(lambda: PoolingRun(door, batch, model.name).results(lambda _, raw: read(raw)))
+        return results[0] | {"num_input_tokens": batch.num_tokens}
+
+    def _request_id(self) -> str:
+        return f"row-{next(self._numbers)}"
 
     async def _generate(self, model: ServedModel, prepared: PreparedRequest) -> Row:
         text: list[str] = []
@@ -124,7 +162,7 @@ def prepare(model: ServedModel, row: Mapping[str, Any], defaults: SamplingParams
     messages, prompt = plain(row.get("messages")), plain(row.get("prompt"))
     if (messages is None) == (prompt is None):
         raise InvalidRequestError("A row needs either `messages` or `prompt`.", param="messages")
-    params = sampling_params(defaults, plain(row.get("sampling_params")))
+    params = sampling_params(defaults, _mapping(row, "sampling_params"))
     if prompt is not None:
         return model.preprocessor.prompt(prompt, params, request_id)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -139,15 +177,13 @@ def default_params(defaults: GenerationDefaults) -> SamplingParams:
     return SamplingParams(**values, max_tokens=defaults.max_new_tokens or 16)
 
 
-def sampling_params(defaults: SamplingParams, given: object) -> SamplingParams:
+def sampling_params(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """What a row asks for, over the defaults.
 
     Raises:
-        InvalidRequestError: no mapping, an unknown field, or a value out of range.
+        InvalidRequestError: an unknown field, or a value out of range.
     """
-    if not isinstance(given, dict | None):
-        raise InvalidRequestError("`sampling_params` must be a mapping.", param="sampling_params")
-    values = {name: value for name, value in (given or {}).items() if value is not None}
+    values = dict(given)
     if unknown := sorted(set(values) - _SAMPLING_FIELDS):
         raise InvalidRequestError(f"`sampling_params` has no field {unknown[0]!r:.100}.", param="sampling_params")
     if values.get("n", 1) != 1:
@@ -169,6 +205,31 @@ def _structured(form: object) -> StructuredOutputs:
     if isinstance(given.get("json"), dict):
         given["json"] = orjson.dumps(given["json"]).decode()
     return StructuredOutputs(**given)
+
+
+def _mapping(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A column of settings without those that Arrow filled in with None."""
+    given = plain(row.get(name))
+    if not isinstance(given, dict | None):
+        raise InvalidRequestError(f"`{name}` must be a mapping. Given: {given!r:.100}.", param=name)
+    return {key: value for key, value in (given or {}).items() if value is not None}
+
+
+def _pooling(model: ServedModel) -> PoolingPreprocessor:
+    if model.pooling is None:
+        raise InvalidRequestError("This model makes no embeddings and judges no pairs of texts.", param="model")
+    return model.pooling
+
+
+def _pooling_params(row: Row, *names: str) -> dict[str, Any]:
+    given = _mapping(row, "pooling_params")
+    for name, value in given.items():
+        if name not in names:
+            raise InvalidRequestError(f"`pooling_params` has no field {name!r:.100} here.", param="pooling_params")
+        if type(value) is not _POOLING_FIELDS[name]:
+            kind = _POOLING_FIELDS[name].__name__
+            raise InvalidRequestError(f"`{name}` must be of type {kind}. Given: {value!r:.100}.", param=name)
+    return given
 
 
 def plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ _STOPPED = (UnavailableError.type, "The engine was stopped.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """``stuck``: requests are open and no step has finished for long. ``last_progress_s``: seconds since one did."""
+    """``stuck``: requests are open and nothing has moved for long. ``last_progress_s``: seconds since something did."""
 
     state: Literal["idle", "running", "stuck", "dead"]
     reason: str
@@ -35,8 +35,8 @@ class AsyncEngine:
     """Owns the engine thread and the set of open requests; every method may be called from any thread.
 
     ``deliver`` is called on the engine thread: once a step, and every ``heartbeat_s`` while there is nothing to do. It
-    must not block. A step may take long (a first compilation, a huge prompt); only one longer than ``stuck_after_s``
-    counts as stuck.
+    must not block. A step may take long (a huge prompt on a small machine): ``beats`` counts what its executor has done
+    within it, and only one in which that stands still for ``stuck_after_s`` counts as stuck.
     """
 
     def __init__(
@@ -45,13 +45,16 @@ class AsyncEngine:
         deliver: Callable[[EngineUpdate], None],
         *,
         heartbeat_s: float = 0.25,
-        stuck_after_s: float = 300.0,
+        stuck_after_s: float = 20.0,
+        beats: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._deliver = deliver
         self._heartbeat_s = heartbeat_s
         self._stuck_after_s = stuck_after_s
+        self._beats = beats
+        self._num_beats = 0
         self._clock = clock
         # A request to add, a request id to abort, or None to stop.
         self._inbox: SimpleQueue[GenerateRequest | str | None] = SimpleQueue()
@@ -116,6 +119,8 @@ class AsyncEngine:
     def health(self) -> EngineHealth:
         """The truth about the engine now; never waits for it."""
         with self._lock:
+            if (num_beats := self._beats()) != self._num_beats:
+                self._num_beats, self._last_progress = num_beats, self._clock()
             age_s = self._clock() - self._last_progress
             num_open = len(self._open)
             if self._end is not None:
@@ -123,7 +128,7 @@ class AsyncEngine:
         if not num_open:
             return EngineHealth(state="idle", reason="No requests.", last_progress_s=age_s)
         if age_s > self._stuck_after_s:
-            reason = f"No step has finished for {age_s:.0f} s with {num_open} open requests."
+            reason = f"Nothing has moved for {age_s:.0f} s with {num_open} open requests."
             return EngineHealth(state="stuck", reason=reason, last_progress_s=age_s)
         return EngineHealth(state="running", reason=f"{num_open} open requests.", last_progress_s=age_s)
 

@@ -9,7 +9,7 @@ import torch
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig
 from nanoserve.core.errors import ConfigError
-from nanoserve.model.architectures import ARCHITECTURES, network_class
+from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
 from nanoserve.model.config import ModelConfig, load_config
@@ -18,8 +18,9 @@ from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kernels import choose_kernels
+from nanoserve.model.kernels.native import library
 from nanoserve.model.kv_cache import KVPool, count_blocks
-from nanoserve.model.loader import load_weights
+from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
 from nanoserve.model.runner import ModelRunner
 
@@ -46,14 +47,15 @@ def build(args: EngineArgs) -> LoadedModel:
     """
     _refuse_unbuilt(args)
     if args.num_threads is not None:
-        torch.set_num_threads(args.num_threads)
+        _set_threads(args.num_threads)
     folder = resolve_model(args.model)
     config = load_config(folder, tuple(ARCHITECTURES))
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
     method = linear_method(args.quantization)
     backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
-    network = network_class(config.architecture)(
+    architecture = as_stored(config.architecture, tensor_names(folder))
+    network = network_class(architecture)(
         config,
         dtype=dtype,
         method=method,
@@ -65,7 +67,9 @@ def build(args: EngineArgs) -> LoadedModel:
     pool, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
     info = ModelInfo(
         name=args.model,
-        architecture=config.architecture,
+        architecture=architecture,
+        tasks=tasks_of(architecture),
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_model_len=scheduler.max_model_len,
         dtype=str(dtype).removeprefix("torch."),
@@ -89,6 +93,12 @@ def build(args: EngineArgs) -> LoadedModel:
         max_num_seqs=args.max_num_seqs,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+
+
+def _set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    if (kernels := library()) is not None:
+        kernels.set_threads(count)
 
 
 def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 class ModelInfo:
     """Facts about a loaded model, for logs, ``/health`` and metrics.
 
-    ``name`` is what the user asked for. ``vocab_size`` counts embedding rows. ``attention_rejected`` holds
-    (backend, reason) for each backend that was considered before ``attention_backend`` and refused.
+    ``name`` is what the user asked for. ``tasks``: of "generate", "embed" and "score", those that the network can do.
+    ``vocab_size`` counts embedding rows. ``attention_rejected`` holds (backend, reason) for each backend that was
+    considered before ``attention_backend`` and refused.
     """
 
     name: str
     architecture: str
+    tasks: tuple[str, ...]
+    hidden_size: int
     vocab_size: int
     max_model_len: int
     dtype: str

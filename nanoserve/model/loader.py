@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_PREFIX = "model."
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that older transformers releases saved
@@ -70,12 +71,29 @@ def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
         CheckpointError: a file is missing or broken, or a tensor is missing, unexpected or of a wrong shape.
     """
     with ExitStack() as stack:
-        stored = _unstacked(_open_all(folder, stack))
+        stored = _named_as(slots, _unstacked(_open_all(folder, stack)))
         _check(stored, slots, folder)
         for name, slot in slots.items():
             slot.copy_(stored[name].read())
-        if _LM_HEAD in stored and _LM_HEAD not in slots:
+        if _LM_HEAD in stored and _LM_HEAD not in slots and _EMBEDDING in slots:
             _warn_if_head_differs(stored, slots)
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """The names in the checkpoint's files.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+    with ExitStack() as stack:
+        return frozenset(_open_all(folder, stack))
+
+
+def _named_as(slots: Mapping[str, Tensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """A network without a head knows its tensors by their bare names; some exports keep the prefix all the same."""
+    if _EMBEDDING in slots or _EMBEDDING not in stored:
+        return stored
+    return {name.removeprefix(_PREFIX): place for name, place in stored.items()}
 
 
 def _open_all(folder: Path, stack: ExitStack) -> dict[str, _Stored]:

@@ -4,7 +4,7 @@ The runner decides nothing about requests; it is the only writer of the KV pool,
 table. It satisfies the engine's ``Executor``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from nanoserve.model.grammar import GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.logprobs import score
+from nanoserve.model.pooling import pool
 from nanoserve.model.sampler import Sampler, Samples
 from nanoserve.model.sampling_table import SamplingTable
 
@@ -32,17 +33,23 @@ _SCORED_ROWS_AT_ONCE = 64  # prompt logprobs: 64 rows of 152k float32 logits are
 
 
 class Network(Protocol):
-    """What the runner needs of an architecture."""
+    """What the runner needs of an architecture. ``norm`` is the final one, which ``logits`` includes."""
+
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor]: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object
+        self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
-    """Owns KV tensors and the mirror of the batch; called by one thread."""
+    """Owns KV tensors and the mirror of the batch; called by one thread.
+
+    ``num_beats`` counts the layers run so far; any thread may read it to see that a long step moves.
+    """
 
     def __init__(
         self,
@@ -61,6 +68,7 @@ class ModelRunner:
         self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table)
+        self.num_beats = 0
         self._states: dict[str, AdmittedState] = {}
 
     @torch.inference_mode()
@@ -78,6 +86,7 @@ class ModelRunner:
         self._count(plan.scheduled, rows, sampled)
         self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
+        sampled |= pool(plan.scheduled, batch.query_lens, hidden, norm=self._network.norm, logits=self._network.logits)
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
 
     def close(self) -> None:
@@ -100,7 +109,13 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         metadata = self._backend.prepare(batch)
-        return self._network.forward(batch.token_ids, batch.positions, self._pool.layers, metadata)
+        return self._network.forward(batch.token_ids, batch.positions, self._beating_layers(), metadata)
+
+    def _beating_layers(self) -> Iterator[Tensor]:
+        """The layers' KV, handed out one by one as the network comes to them, which shows that it moves."""
+        for kv in self._pool.layers:
+            self.num_beats += 1
+            yield kv
 
     def _sample(
         self, scheduled: Sequence[ScheduledRequest], rows: IntArray, batch: ForwardBatch, hidden: Tensor

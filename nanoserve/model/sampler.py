@@ -14,9 +14,11 @@ from nanoserve.core.plan import TokenLogprobs
 from nanoserve.model.adjustments import SampleBatch, adjust
 from nanoserve.model.blocked_logits import BlockedLogits
 from nanoserve.model.choice import Settings, choose
+from nanoserve.model.kernels.native import library
 from nanoserve.model.logprobs import score
+from nanoserve.model.native_choice import NativeChoice
 from nanoserve.model.randomness import uniforms
-from nanoserve.model.sampling_table import OFF, SamplingTable
+from nanoserve.model.sampling_table import OFF, IntArray, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,19 @@ class Sampler:
 
     def __init__(self, table: SamplingTable) -> None:
         self._table = table
+        native = library()
+        self._choose = _choose_in_torch if native is None else NativeChoice(native)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
         """One token a row of ``logits`` [num_samples, vocab_size], any float dtype; float32 logits may be changed."""
         table = self._table
-        wide = BlockedLogits.widen(logits)
         num_logprobs = table.num_logprobs[batch.rows]
         scored = np.flatnonzero(num_logprobs != OFF)
         raw = logits[torch.from_numpy(scored)] if len(scored) else None
-        adjust(wide, table, batch)
-        tokens = choose(BlockedLogits(wide), self._settings(batch))
+        if batch.allowed is not None or table.is_adjusted[batch.rows].any():
+            logits = logits.float()
+            adjust(logits, table, batch)
+        tokens = self._choose(logits, self._settings(batch))
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             entries = score(raw, tokens[scored].tolist(), num_logprobs[scored].tolist())
@@ -57,3 +62,7 @@ class Sampler:
             log_min_p=table.log_min_p[rows],
             uniform=uniforms(table.seed[rows], batch.positions),
         )
+
+
+def _choose_in_torch(logits: Tensor, settings: Settings) -> IntArray:
+    return choose(BlockedLogits(BlockedLogits.widen(logits)), settings)

@@ -36,7 +36,7 @@ def validate(request: GenerateRequest, config: SchedulerConfig) -> None:
     # A continued request may have reached the end of the context in its earlier life.
     needs_room = request.sampling.max_tokens != 0 and not request.num_prior_output_tokens
     _check_length(num_tokens, config.max_model_len, needs_room=needs_room, what="context length")
-    num_target_tokens = num_tokens - (num_tokens >= max_length(request, config))
+    num_target_tokens = num_tokens - (num_tokens >= max_length(request, config) and request.pooling is None)
     if num_target_tokens > config.num_blocks * config.block_size:
         _check_length(num_tokens, config.num_blocks * config.block_size, needs_room=False, what="KV cache")
 

@@ -323,6 +323,7 @@ class Scheduler:
             num_logits=max(num_samples, num_scored),
             num_samples=num_samples,
             admitted=sequence.admitted_state() if is_new else None,
+            pooling=sequence.request.pooling if num_tokens >= num_pending else None,
         )
 
     def _admit(self, sequence: Sequence) -> None:
@@ -369,6 +370,9 @@ class Scheduler:
             self._learn(sequence, request.num_samples - 1, len(sampled.token_ids) - 1)
         else:
             assert not token_ids, f"{token_ids} sampled although none was planned: {request}"
+            assert bool(sampled.pooled) is (request.pooling is not None), (
+                f"{len(sampled.pooled)} bytes pooled: {request}"
+            )
             finish_reason = None if sequence.num_pending_tokens else FinishReason.LENGTH
         scores = take_scores(sequence, request, sampled) if request.num_logits > request.num_samples else ()
         if sequence.num_computed_tokens >= (sequence.num_published + 1) * self._block_size:
@@ -382,7 +386,15 @@ class Scheduler:
         stop_token_id = token_ids[-1] if finish_reason is FinishReason.STOP else None
         logprobs = sampled.logprobs and sampled.logprobs[: len(token_ids)]
         return RequestOutput(
-            sequence.request_id, token_ids, finish_reason, stop_token_id, logprobs, scores, sequence.num_cached_tokens
+            sequence.request_id,
+            token_ids,
+            finish_reason,
+            stop_token_id,
+            logprobs,
+            scores,
+            sequence.num_cached_tokens,
+            None,
+            sampled.pooled,
         )
 
     def _learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:

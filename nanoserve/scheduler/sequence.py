@@ -65,7 +65,7 @@ class Sequence:
         self.root = root
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids) - request.num_prior_output_tokens
-        self.num_fixed_tokens = 0 if self.samples else 1
+        self.num_fixed_tokens = 0 if self.samples or request.pooling else 1
         self.num_scored_tokens = self.num_prompt_tokens - 1 if request.sampling.prompt_logprobs is None else 0
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids or ())
         self.nodes: list[PrefixNode] = []
@@ -94,7 +94,7 @@ class Sequence:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens whose KV is needed; the last token of a request that only scores its prompt is not computed."""
+        """Tokens to compute; a request that only scores its prompt does not need the last one, one that pools does."""
         return len(self.token_ids) - self.num_fixed_tokens
 
     @property

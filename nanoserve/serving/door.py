@@ -6,19 +6,24 @@ from typing import Protocol
 
 from nanoserve.core.outputs import RequestOutput
 from nanoserve.core.request import GenerateRequest
+from nanoserve.text.pooling import PoolingPreprocessor
 from nanoserve.text.preprocess import ModelLimits, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model as this door serves it. ``created``: Unix seconds when it was loaded."""
+    """One model as this door serves it.
+
+    ``created``: Unix seconds when it was loaded. ``pooling`` None: it only generates.
+    """
 
     name: str
     created: int
     limits: ModelLimits
     tokenizer: Tokenizer
     preprocessor: Preprocessor
+    pooling: PoolingPreprocessor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

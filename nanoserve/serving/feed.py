@@ -390,7 +390,7 @@ class FeedDoor:
         peer.heard_s = now_s
         if not served and self._serves(peer):
             self._changed.set()
-        if last.state == "dead":
+        if last.state in ("dead", "stuck"):
             self._lose(peer, last.reason)
 
     def _deliver(self, stream: FeedStream, output: RequestOutput, now_s: float) -> None:

@@ -28,7 +28,8 @@ from nanoserve.protocol.openai import (
     RequestBody,
     TokenizeRequest,
 )
-from nanoserve.serving import chat_route, completions_route
+from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from nanoserve.serving import chat_route, completions_route, pooling_route
 from nanoserve.serving.answer import EventAnswer, JsonAnswer
 from nanoserve.serving.body import read_body
 from nanoserve.serving.door import Door, Health, ServedModel
@@ -105,6 +106,9 @@ class Routes:
             ("/v1/models/{model_id:path}", ["GET"], self.one_model),
             ("/v1/chat/completions", ["POST"], self.chat),
             ("/v1/completions", ["POST"], self.completions),
+            ("/v1/embeddings", ["POST"], self.embeddings),
+            *[(path, ["POST"], self.rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
+            *[(path, ["POST"], self.score) for path in ("/v1/score", "/score")],
             ("/tokenize", ["POST"], self.tokenize),
             ("/detokenize", ["POST"], self.detokenize),
         ]
@@ -152,6 +156,21 @@ class Routes:
 
     def _answer(self, work: chat_route.Chat | completions_route.Completion, *, stream: bool) -> Response:
         return EventAnswer(work.stream, idle_s=self._config.ping_s) if stream else JsonAnswer(work.reply)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await self._parse(request, EmbeddingRequest)
+        work = await asyncio.to_thread(pooling_route.embeddings, self._door, self._find(body.model), body)
+        return JsonAnswer(work.reply)
+
+    async def rerank(self, request: Request) -> Response:
+        body = await self._parse(request, RerankRequest)
+        model = self._find(body.model, required=False)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.rerank, self._door, model, body)).reply)
+
+    async def score(self, request: Request) -> Response:
+        body = await self._parse(request, ScoreRequest)
+        model = self._find(body.model, required=False)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.score, self._door, model, body)).reply)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._parse(request, TokenizeRequest)

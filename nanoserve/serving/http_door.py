@@ -14,6 +14,8 @@ from nanoserve.serving.feed import FeedDoor, FeedStream
 from nanoserve.serving.http import HttpConfig, build_app
 from nanoserve.serving.wire import EngineCard
 from nanoserve.text.defaults import GenerationDefaults
+from nanoserve.text.embedding_recipe import EmbeddingRecipe
+from nanoserve.text.pooling import PoolingPreprocessor
 from nanoserve.text.preprocess import ModelLimits, Preprocessor
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -32,6 +34,7 @@ class ModelDoor:
         self._name = args.name
         self._tokenizer = Tokenizer.load(folder)
         self._defaults = GenerationDefaults.load(folder, self._tokenizer.eos_token_id)
+        self._recipe = EmbeddingRecipe.load(folder)
         self._served: ServedModel | None = None
 
     def served(self) -> ServedModel | None:
@@ -51,12 +54,18 @@ class ModelDoor:
             vocab_size=card.vocab_size,
             max_kv_tokens=card.num_blocks * card.block_size,
         )
+        tasks: Sequence[str] = card.info["tasks"]
         return ServedModel(
             name=self._name,
             created=int(time.time()),
             limits=limits,
             tokenizer=self._tokenizer,
-            preprocessor=Preprocessor(self._tokenizer, limits, self._defaults, seed=self._seed),
+            preprocessor=Preprocessor(
+                self._tokenizer, limits, self._defaults, seed=self._seed, generates="generate" in tasks
+            ),
+            pooling=PoolingPreprocessor(
+                self._tokenizer, limits, tasks=tasks, vector_size=card.info["hidden_size"], recipe=self._recipe
+            ),
         )
 
 

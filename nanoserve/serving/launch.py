@@ -19,6 +19,7 @@ import httpx
 from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
 from nanoserve.model.folder import resolve_model
 from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.link import HOST_VARIABLE
 from nanoserve.serving.private_ray import PrivateRay
 from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
@@ -238,6 +239,7 @@ class _Run:
 
 
 _ENVIRONMENT = {
+    HOST_VARIABLE: "127.0.0.1",  # this Ray has one node: no door calls from elsewhere
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }

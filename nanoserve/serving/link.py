@@ -31,6 +31,8 @@ from nanoserve.serving.wire import (
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S = 5.0
+HOST_VARIABLE = "NANOSERVE_ENGINE_HOST"
+"""Names the address that engines listen on for doors; without it, it is their node's, so that other nodes reach it."""
 
 
 class Replica(Protocol):

@@ -20,12 +20,13 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.serving.link import LinkServer
+from nanoserve.serving.link import HOST_VARIABLE, LinkServer
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
 logger = logging.getLogger(__name__)
 
 RING_ITEMS = 4096
+RING_VECTOR_BYTES = 64 * 2**20
 HEARTBEAT_S = 0.5
 DOOR_TIMEOUT_S = 10.0
 
@@ -64,10 +65,11 @@ EngineFactory = Callable[[EngineArgs, Deliver], tuple[Engine, EngineCard]]
 
 @dataclass(slots=True)
 class _Outbox:
-    """The items for one door: a ring to resume from, and who reads it now."""
+    """The items for one door: a ring to resume from, and who reads it now. Embeddings bound it too, by their bytes."""
 
-    items: deque[FeedItem] = field(default_factory=lambda: deque(maxlen=RING_ITEMS))
+    items: deque[FeedItem] = field(default_factory=deque)
     seq: int = 0
+    num_vector_bytes: int = 0
     heard_s: float = field(default_factory=time.monotonic)
     reader: object | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +78,9 @@ class _Outbox:
     def push(self, outputs: tuple[RequestOutput, ...], stats: StepStats, health: Health) -> None:
         self.seq += 1
         self.items.append(FeedItem(self.seq, outputs, stats, health.state, health.reason))
+        self.num_vector_bytes += _vector_bytes(outputs)
+        while len(self.items) > RING_ITEMS or (self.num_vector_bytes > RING_VECTOR_BYTES and len(self.items) > 1):
+            self.num_vector_bytes -= _vector_bytes(self.items.popleft().outputs)
         self.wake.set()
 
     def can_resume(self, seq: int) -> bool:
@@ -160,7 +165,7 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What Serve tells every door of this replica: where to call."""
-        address = await self._link.start(ray.util.get_node_ip_address())
+        address = await self._link.start(os.environ.get(HOST_VARIABLE) or ray.util.get_node_ip_address())
         return {"engine_id": self._card.engine_id, "address": address, "secret": self._link.secret}
 
     def __del__(self) -> None:
@@ -257,6 +262,10 @@ class EngineReplica:
         return len(request_ids)
 
 
+def _vector_bytes(outputs: Sequence[RequestOutput]) -> int:
+    return sum([len(output.pooled) for output in outputs])
+
+
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -285,4 +294,4 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         max_num_seqs=loaded.scheduler.max_num_seqs,
         info=asdict(loaded.info),
     )
-    return AsyncEngine(core, deliver), card
+    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card

@@ -168,4 +168,5 @@ def merge(parts: Sequence[RequestOutput], request_id: str) -> RequestOutput:
         prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
         num_cached_tokens=parts[0].num_cached_tokens,
         error=last.error,
+        pooled=last.pooled,
     )

@@ -83,6 +83,7 @@ class _Origin:
 class Preprocessor:
     """One model's door. ``reasoning`` off leaves the tags of thoughts in the content. Requests without a seed draw one;
     with ``seed`` the draws repeat from start to start, so the same requests in the same order get the same answers.
+    With ``generates`` off every request for an answer is refused.
 
     The methods raise InvalidRequestError for whatever can never work, with ``param`` naming the field. They tokenize,
     so a long prompt takes milliseconds (about 0.7 s a million characters).
@@ -95,6 +96,7 @@ class Preprocessor:
         defaults: GenerationDefaults,
         *,
         reasoning: bool = True,
+        generates: bool = True,
         seed: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -104,6 +106,7 @@ class Preprocessor:
         self._defaults = defaults
         self._reasoning = reasoning
         self._random = SystemRandom() if seed is None else Random(seed)
+        self._generates = generates
 
     def chat(self, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
         """The engine requests of a chat. Without ``max_tokens`` the answer may fill the context."""
@@ -275,6 +278,8 @@ class Preprocessor:
         origin: "_Origin",
     ) -> PreparedRequest:
         param = origin.param
+        if not self._generates:
+            raise InvalidRequestError("This model writes no text; it makes embeddings or scores.", param="model")
         if not prompt.token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty.", param=param)
         if grammar is not None and params.min_tokens:

@@ -75,6 +75,6 @@ def _engine(args: EngineArgs, deliver: Any, executor: CountingExecutor) -> tuple
         block_size=config.block_size,
         max_num_seqs=args.max_num_seqs,
         cache_salt="",
-        info={"name": "counting"},
+        info={"name": "counting", "tasks": ("generate",), "hidden_size": 64},
     )
     return AsyncEngine(EngineCore(executor, config), deliver, heartbeat_s=0.05), card

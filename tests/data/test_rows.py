@@ -9,8 +9,12 @@ import pytest
 
 from nanoserve.core.errors import ConfigError
 from nanoserve.data import EngineConfig
+from nanoserve.data.config import TaskType
 from nanoserve.data.rows import ERROR, RowWorker, packing, plain, unpacking
+from nanoserve.llm import LLM
+from nanoserve.serving.replica import load_engine
 from tests.data.engines import KILLER, answer_to, counting_engine
+from tests.pooling_checkpoints import write
 
 Row = dict[str, Any]
 
@@ -133,8 +137,67 @@ def test_numpy_leaves_no_trace() -> None:
         ({"max_concurrent_batches": True}, "max_concurrent_batches"),
         ({"engine_kwargs": {"modle": "x"}}, "modle"),
         ({"engine_kwargs": {"model": "x"}}, "model_source"),
+        ({"task_type": "embedding"}, "task_type"),
     ],
 )
 def test_settings_that_cannot_work(settings: Row, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         EngineConfig(**settings)
+
+
+# Embeddings and scores, as the offline engine makes them
+
+
+SMALL: dict[str, Any] = {"kv_cache_memory": "4MiB", "num_threads": 1, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write(tmp_path_factory.mktemp("pool"), "causal", seed=5).folder)
+
+
+def pooling_worker(task: TaskType, model: str) -> RowWorker:
+    return RowWorker(EngineConfig(model_source=model, task_type=task, engine_kwargs=SMALL), load_engine)
+
+
+async def test_rows_are_embedded(model: str) -> None:
+    rows: list[Row] = [
+        {"prompt": "hello world"},
+        {"prompt": np.array([5, 6, 7])},
+        {"prompt": "fox", "pooling_params": {"dimensions": 8, "instruction": "Find it", "prompt_name": None}},
+        {"prompt": None},
+        {"prompt": "x", "pooling_params": {"dimensions": "many"}},
+        {"prompt": "x", "pooling_params": {"dimension": 8}},
+        {"prompt": "x", "pooling_params": {"dimensions": 10**6}},
+    ]
+    out = await answers(rows, pooling_worker("embed", model))
+    said = ("`prompt`", "`dimensions` must be of type int", "'dimension'", "[1, 64]")
+    assert [row[ERROR] for row in out[:3]] == [""] * 3
+    assert all(text in row[ERROR] for row, text in zip(out[3:], said, strict=True))
+    with LLM(model, **SMALL) as llm:
+        expected = llm.embed("hello world", use_tqdm=False) + llm.embed([5, 6, 7], use_tqdm=False)
+        expected += llm.embed("fox", dimensions=8, instruction="Find it", use_tqdm=False)
+    for row, own in zip(out[:3], expected, strict=True):
+        assert row["embeddings"] == pytest.approx(own.outputs.embedding, abs=1e-5)
+        assert row["num_input_tokens"] == len(own.prompt_token_ids)
+
+
+async def test_pairs_are_scored(model: str) -> None:
+    rows: list[Row] = [
+        {"query": "hello", "document": "hello world"},
+        {"query": "hello"},
+        {"query": "hello", "document": "x", "pooling_params": {"dimensions": 3}},
+    ]
+    good, lacking, wrong = await answers(rows, pooling_worker("score", model))
+    assert "`document`" in lacking[ERROR]
+    assert "'dimensions'" in wrong[ERROR]
+    assert good[ERROR] == ""
+    with LLM(model, **SMALL) as llm:
+        (expected,) = llm.score("hello", "hello world", use_tqdm=False)
+    assert good["score"] == pytest.approx(expected.outputs.score, abs=1e-5)
+
+
+async def test_a_model_that_only_generates_says_so() -> None:
+    config = EngineConfig(task_type="embed", engine_kwargs={"max_num_seqs": 8})
+    (row,) = await answers([{"prompt": "x"}], RowWorker(config, counting_engine))
+    assert "makes no embeddings" in row[ERROR]

@@ -75,7 +75,7 @@ class Driver:
         if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert answer == expected, f"{request_id}: {answer} but alone {expected}"
             return
-        for name in ("token_ids", "logprobs", "prompt_logprobs"):
+        for name in ("token_ids", "logprobs", "prompt_logprobs", "pooled"):
             got = getattr(answer, name)
             assert got == getattr(expected, name)[: len(got)], f"{request_id}: {name}"
 
@@ -86,6 +86,7 @@ class Driver:
         answer.logprobs.extend(output.logprobs)
         answer.prompt_logprobs.extend(output.prompt_logprobs)
         answer.finish_reason = output.finish_reason
+        answer.pooled = output.pooled
         self.num_cached[output.request_id] = output.num_cached_tokens
         is_stop = output.finish_reason is FinishReason.STOP
         assert output.stop_token_id == (output.new_token_ids[-1] if is_stop else None)

@@ -205,6 +205,21 @@ def test_a_step_is_stuck_only_after_the_limit_and_stop_still_answers_everybody()
         assert door.updates.empty(), "a thread that woke up late speaks again"
 
 
+def test_a_step_that_moves_on_is_never_stuck_however_long_it_takes() -> None:
+    now_s, num_beats = [0.0], [0]
+    door, gate = Door(), Gate()
+    with engine(door, before_step=gate, clock=lambda: now_s[0], beats=lambda: num_beats[0]) as running:
+        running.submit(make_request("r", 3, max_tokens=9))
+        gate.plans.get(timeout=TIMEOUT_S)
+        for _ in range(10):
+            now_s[0] += 19.0
+            num_beats[0] += 1
+            assert running.health().state == "running"
+        now_s[0] += 21.0
+        assert running.health().state == "stuck"
+        gate.permits.release(20)
+
+
 def test_stop_ends_open_requests_closes_the_executor_and_can_be_repeated() -> None:
     door, gate, config = Door(), Gate(), make_config()
     executor = FakeExecutor(config, before_step=gate)

@@ -16,6 +16,7 @@ from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.hashing import block_hash
 from nanoserve.core.outputs import FinishReason
+from nanoserve.core.pooling import PoolingKind, PoolingParams
 from nanoserve.core.request import GenerateRequest
 from tests.engine.driving import VOCAB_SIZE, Driver, make_request
 from tests.fakes import alone
@@ -77,6 +78,13 @@ class EngineMachine(RuleBasedStateMachine):
             num_prior_output_tokens=data.draw(st.sampled_from([0, len(prompt) - 1])),
         )
 
+    @rule(prompt=prompts, copies=st.integers(1, 3), priority=st.integers(0, 1))
+    def add_pooling(self, prompt: list[int], copies: int, priority: int) -> None:
+        """They share prefixes with answers and with each other, and end with their prompts."""
+        pooling = PoolingParams(kind=PoolingKind.SCORE, token_ids=(1,))
+        for i in range(copies):
+            self._add(prompt=[*prompt, i], max_tokens=0, priority=priority, pooling=pooling)
+
     def _add(self, prompt: list[int], **fields: Any) -> None:
         request = make_request(f"r{len(self.driver.requests)}", prompt, **fields)
         if self._fits(request):
@@ -92,7 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
         if num_tokens >= config.max_model_len and (samples and not num_output):
             return False
         ends_at_once = not samples or num_tokens >= min(config.max_model_len, num_slots + 1)
-        return num_tokens <= config.max_model_len and num_tokens - ends_at_once <= num_slots
+        is_computed = not ends_at_once or request.pooling is not None
+        return num_tokens <= config.max_model_len and num_tokens - (not is_computed) <= num_slots
 
     def _check_refused(self, request: GenerateRequest) -> None:
         with pytest.raises(InvalidRequestError, match=str(len(request.prompt_token_ids))) as caught:

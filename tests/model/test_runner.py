@@ -168,6 +168,13 @@ def test_logits_equal_transformers_within_1e_4(reference: Reference) -> None:
             assert abs(value - float(exact[position, token_id])) < 1e-4
 
 
+def test_a_step_beats_once_a_layer(reference: Reference) -> None:
+    loaded = load(reference.folder)
+    before = loaded.runner.num_beats
+    prefill(loaded, range(10, 30), params(max_tokens=1), blocks=range(4))
+    assert loaded.runner.num_beats - before == len(reference.model.model.layers)
+
+
 def step(loaded: LoadedModel, *scheduled: ScheduledRequest, **plan: Any) -> dict[str, SampledTokens]:
     return dict(loaded.runner.execute(SchedulerOutput(step_id=1, scheduled=scheduled, **plan)).sampled)
 
@@ -271,6 +278,7 @@ def all_logits(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
 
     class Spy:
         forward = staticmethod(network.forward)
+        norm = staticmethod(network.norm)
 
         @staticmethod
         def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
         prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
         num_cached_tokens=last.num_cached_tokens,
         error=last.error,
+        pooled=last.pooled,
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.core.errors import InvalidRequestError, QueueFullError, UnavailableError
-from nanoserve.core.outputs import FinishReason, StepStats
+from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
+from nanoserve.engine.async_engine import EngineHealth
 from nanoserve.serving import replica
 from nanoserve.serving.feed import FeedDoor, PeerState
 from nanoserve.serving.wire import Abort, FeedItem, Hello, Submit
@@ -57,6 +58,17 @@ async def test_streams_go_on_elsewhere_when_an_engine_is_killed(rig: Rig) -> Non
     assert await asyncio.gather(*answers) == [answer(each) for each in asked]
     assert rig.log.num_resubmits == 6
     assert [peer.peer_id for peer in rig.door.peers] == ["b"]
+
+
+async def test_streams_leave_an_engine_that_says_it_is_stuck(rig: Rig) -> None:
+    await rig.join("a", "b")
+    asked = [request(f"r{i}", 80, seed=i) for i in range(4)]
+    answers = [asyncio.create_task(ask(rig, each)) for each in asked]
+    await until(lambda: rig.log.num_first_tokens == 4)
+    peer = next(peer for peer in rig.door.peers if peer.peer_id == "a")
+    rig.door._absorb(peer, [FeedItem(peer.seq, (), peer.stats, "stuck", "Nothing has moved for 20 s.")])
+    assert [peer.peer_id for peer in rig.door.peers] == ["b"]
+    assert await asyncio.gather(*answers) == [answer(each) for each in asked]
 
 
 async def test_streams_wait_for_a_replacement_of_the_only_engine(rig: Rig) -> None:
@@ -296,6 +308,24 @@ async def test_an_engine_whose_door_stays_away_drops_its_requests(rig: Rig) -> N
     await until(lambda: not engine._outboxes)
     await until(lambda: engine._stats.num_running == 0)
     assert engine._owners == {}
+
+
+def test_an_outbox_keeps_so_many_vectors_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring that a door resumes from holds thousands of steps; with embeddings in each it would fill the memory."""
+    monkeypatch.setattr(replica, "RING_VECTOR_BYTES", 1000)
+    outbox, health = replica._Outbox(), EngineHealth(state="running", reason="", last_progress_s=0.0)
+    for index in range(50):
+        pooled = bytes(100 * (index % 3))
+        outbox.push((RequestOutput(str(index), pooled=pooled), RequestOutput("r", (1,))), StepStats(), health)
+        kept = [len(output.pooled) for item in outbox.items for output in item.outputs]
+        assert sum(kept) == outbox.num_vector_bytes <= 1000
+    assert outbox.can_resume(outbox.items[0].seq - 1)
+    assert not outbox.can_resume(outbox.items[0].seq - 2)
+    outbox.push((RequestOutput("large", pooled=bytes(5000)),), StepStats(), health)
+    assert [item.seq for item in outbox.items] == [51], "the newest is always there to be read"
+    for _ in range(replica.RING_ITEMS + 5):
+        outbox.push((), StepStats(), health)
+    assert (len(outbox.items), outbox.num_vector_bytes) == (replica.RING_ITEMS, 0)
 
 
 async def test_a_prefix_goes_where_its_blocks_are(rig: Rig) -> None:

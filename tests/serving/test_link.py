@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import InvalidRequestError, QueueFullError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.plan import TokenLogprobs
+from nanoserve.core.pooling import PoolingKind, PoolingParams
 from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.core.sampling import MAX_SEED, SamplingParams
 from nanoserve.serving.feed import FeedDoor
@@ -183,6 +185,11 @@ def test_a_request_survives_the_wire() -> None:
     (got,) = controls.decode(frame(Control([Submit(sent)]))[4:]).ops
     assert isinstance(got, Submit)
     assert got.request == sent
+    pooling = PoolingParams(kind=PoolingKind.EMBED, dimensions=8)
+    (got,) = controls.decode(frame(Control([Submit(replace(sent, pooling=pooling))]))[4:]).ops
+    assert isinstance(got, Submit)
+    assert got.request.pooling == pooling
+    assert got.request.pooling.kind is PoolingKind.EMBED
 
 
 def test_news_survive_the_wire() -> None:
@@ -190,6 +197,7 @@ def test_news_survive_the_wire() -> None:
     outputs = (
         RequestOutput("r", (1, 2), FinishReason.STOP, 2, (entry,), (entry,), 16, None),
         RequestOutput("q", error=("server_error", "It failed."), finish_reason=FinishReason.ERROR),
+        RequestOutput("v", finish_reason=FinishReason.LENGTH, pooled=bytes(range(256))),
     )
     item = FeedItem(3, outputs, StepStats(step_id=9, blocks_published=(2**64 - 1,)), "running", "fine")
     got = news.decode(frame(Items([item]))[4:])

@@ -111,7 +111,8 @@ def _answers(service: Service, *, other_than: int) -> bool:
 
 async def test_nothing_but_ray_listens_beyond_the_loopback(service: Service) -> None:
     found = set()
-    for pid in [service.pids()["router"], *_proxies(service)]:
+    pids = service.pids()
+    for pid in [pids["router"], *pids["engines"], *_proxies(service)]:
         found |= {(address, port) for address, port in listening(pid) if not _is_rays(pid, port)}
     assert ("127.0.0.1", service.port) in found
     assert {address for address, _ in found} == {"127.0.0.1"}

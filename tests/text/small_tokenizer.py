@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -55,10 +55,18 @@ TEMPLATE = """
 {%- endif %}"""
 
 
-def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, fragments: Sequence[str] = ()) -> Path:
+def write_tokenizer(
+    folder: Path,
+    *,
+    template: str | None = TEMPLATE,
+    fragments: Sequence[str] = (),
+    words: Sequence[str] = (),
+    closing: str | None = None,
+) -> Path:
     """tokenizer.json and its config, as a model folder has them.
 
     ``fragments``: texts whose short pieces are tokens too, across words, so that they can be cut in many ways.
+    ``words`` are one token each. ``closing``: a special token that is put behind every text.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -73,10 +81,13 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, fragments:
         vocab_size=480 if fragments else 420, initial_alphabet=alphabet, show_progress=False, **limit
     )
     backend.pre_tokenizer = as_bytes if fragments else in_words
-    backend.train_from_iterator([*CORPUS, *fragments] * 4, trainer)
+    backend.train_from_iterator([*CORPUS, *fragments, *list(words) * 9] * 4, trainer)
     backend.pre_tokenizer = in_words
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP])
+    if closing is not None:
+        special = [(closing, backend.token_to_id(closing))]
+        backend.post_processor = processors.TemplateProcessing(single=f"$A {closing}", special_tokens=special)
     pretrained: Any = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",

@@ -4,7 +4,7 @@ A network here is built empty; :meth:`Qwen3ForCausalLM.slots` maps every checkpo
 :meth:`Qwen3ForCausalLM.prepare` turns the loaded weights into their final form. Only then may it run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -123,7 +123,7 @@ class Qwen3ForCausalLM:
             layer.prepare()
         self.lm_head.prepare()
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
         x = self.embed_tokens(token_ids)
         cos, sin = self._rotary(positions)

@@ -2,7 +2,7 @@
 // prefill and any mix of them.
 //
 // What a row computes depends on its query and its keys alone: keys are taken in tiles of 64 from the first one on, in
-// runs of 512 that are joined in order. How many rows share an item, which rows those are, how many threads there are
+// runs of 1024 that are joined in order. How many rows share an item, which rows those are, how many threads there are
 // and whether the runs of one request are done side by side changes nothing, to the last bit.
 #pragma once
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace nanoserve::attention {
 
 constexpr int64_t kKeys = 64;  // of a tile
 constexpr int64_t kTileSubs = kKeys / kSub;
-constexpr int64_t kRun = 512;  // keys
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr int64_t kRun = 1024;  // keys
+constexpr float kNothing = -1e30f;  // a score of no weight; finite, so that its exponential needs no special case
 
 // ---- products of a few rows with a sub-block; one chain of additions per element, in the order of the inner axis ----
 
@@ -266,7 +266,7 @@ class Attention {
  public:
   using Row = typename Dot<T>::Row;
   static constexpr bool kTiles = kHasTiles && sizeof(T) == 2;
-  static constexpr int64_t kRows = kTiles ? 64 : 16;
+  static constexpr int64_t kRows = kTiles ? 32 : 16;
 
   // q [num_tokens][num_heads][head_dim] with rows `q_stride` apart; out has rows of num_heads * head_dim.
   Attention(const AttentionShape& shape, const AttentionBatch& batch, const T* q, int64_t q_stride, char* layer, T* out)
@@ -456,6 +456,7 @@ class Attention {
         widen(own_keys, keys, size), widen(own_values, values, size);
         tile.key_scales[b] = Layout::key_scales(shape_, at), tile.value_scales[b] = Layout::value_scales(shape_, at);
         tile.keys[b] = own_keys, tile.values[b] = own_values;
+        if (b % 2 == 0) tile.key_scales[b + 1] = tile.key_scales[b], tile.value_scales[b + 1] = tile.value_scales[b];
       } else {
         tile.keys[b] = keys, tile.values[b] = values;
         if (use_tiles_) copy_values(own_values, values, std::min(kSub, count - b * kSub));
@@ -466,7 +467,7 @@ class Attention {
   }
 
   static void widen(T* to, const int8_t* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+    for (int64_t i = 0; i < count; i += 2 * kLanes) store(to + i, load(from + i), load(from + i + kLanes));
   }
 
   // One piece of memory for AMX, which reads 32 tokens with one stride; what lies beyond `count` may be NaN.
@@ -476,47 +477,77 @@ class Attention {
     std::memset((void*)(to + used), 0, (kSub * shape_.head_dim - used) * sizeof(T));
   }
 
-  // Scores to weights, and the sums so far to the new highest score.
+  // Scores to weights. Two passes over the rows: in one, the search for a row's highest score would keep its
+  // exponentials waiting and the CPU could not look far enough ahead to work on other rows meanwhile.
   void weigh(Scratch& s, SoftmaxState<kRows>& state, const Tile& tile) const {
-    float scale = (float)(std::log2(std::exp(1.0)) / std::sqrt((double)shape_.head_dim));
+    const float scale = (float)(std::log2(std::exp(1.0)) / std::sqrt((double)shape_.head_dim));
+    int64_t pairs = (tile.subs + 1) / 2;
+    mask(s, tile, pairs * 2 * kSub);
     for (int64_t r = 0; r < s.rows; r++) {
-      int64_t seen = std::min(s.lens[r] - tile.first, tile.count);
-      weigh_row(state, r, s.s + r * kKeys, s.p + r * kKeys, tile, seen, scale);
+      Lanes top = splat(kNothing);
+      for (int64_t i = 0; i < pairs * 2; i++) top = max(top, load(s.s + r * kKeys + i * kSub));
+      float highest_score = highest(top);
+      if (highest_score != kNothing) raise(state, r, highest_score * scale);  // else the row sees nothing of the tile
+    }
+    for (int64_t r = 0; r < s.rows; r++) {
+      if (pairs == kTileSubs / 2) {
+        weigh_row<kTileSubs / 2>(s, state, tile, r, scale);
+      } else {
+        weigh_row<1>(s, state, tile, r, scale);
+      }
     }
   }
 
-  void weigh_row(SoftmaxState<kRows>& state, int64_t r, const float* s, Row* p, const Tile& tile, int64_t seen,
-                 float scale) const {
-    Lanes scores[kTileSubs], top = splat(kNothing);
-    for (int64_t b = 0; b < kTileSubs; b++) {
-      scores[b] = splat(kNothing);
-      if (b * kSub >= seen) continue;
-      scores[b] = load(s + b * kSub) * splat(scale);
-      if (kInt8) scores[b] = scores[b] * load(tile.key_scales[b]);
-      if (seen < (b + 1) * kSub) scores[b] = first(seen - b * kSub, scores[b], kNothing);
-      top = max(top, scores[b]);
-    }
-    float higher = highest(top);
-    if (higher > state.top[r] || higher != higher) rescale(state, r, higher);
-    Lanes total = load(state.total[r]);
-    for (int64_t b = 0; b < kTileSubs; b++) {
-      Lanes weight = seen > b * kSub ? exp2<kDegree>(scores[b] - splat(state.top[r])) : splat(0);
-      total = total + weight;
-      if (kInt8 && seen > b * kSub) weight = first(seen - b * kSub, weight * load(tile.value_scales[b]), 0);
-      store(p + b * kSub, weight);
+  // Weights of a row for kPairs sub-block pairs, or (1) for as many as the tile has.
+  template <int kPairs>
+  void weigh_row(Scratch& s, SoftmaxState<kRows>& state, const Tile& tile, int64_t r, float scale) const {
+    const float* scores = s.s + r * kKeys;
+    Row* weights = s.p + r * kKeys;
+    float top = state.top[r];
+    Lanes factor = splat(scale), offset = splat(top == kNothing ? 0 : -top), total = load(state.total[r]);
+    int64_t pairs = kPairs == 1 ? (tile.subs + 1) / 2 : kPairs;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < pairs; i++) {
+      Lanes a = exp2<kDegree>(fma(load(scores + 2 * i * kSub), factor, offset));
+      Lanes b = exp2<kDegree>(fma(load(scores + (2 * i + 1) * kSub), factor, offset));
+      total = total + a + b;
+      if constexpr (kInt8) {
+        int64_t seen = s.lens[r] - tile.first - 2 * i * kSub;
+        a = first(seen, a * load(tile.value_scales[2 * i]), 0);
+        b = first(seen - kSub, b * load(tile.value_scales[2 * i + 1]), 0);
+      }
+      store(weights + 2 * i * kSub, a, b);
     }
     store(state.total[r], total);
   }
 
-  void rescale(SoftmaxState<kRows>& state, int64_t r, float higher) const {
-    Lanes factor = exp2<kDegree>(splat(state.top[r] - higher));
+  // Scores of int8 keys get their scale; those of keys that a row does not see, up to `columns`, get no weight.
+  void mask(Scratch& s, const Tile& tile, int64_t columns) const {
+    for (int64_t r = 0; r < s.rows; r++) {
+      int64_t seen = std::min(s.lens[r] - tile.first, tile.count);
+      if (!kInt8 && seen >= columns) continue;
+      for (int64_t i = 0; i < columns; i += kSub) {
+        float* scores = s.s + r * kKeys + i;
+        Lanes x = load(scores);
+        if (kInt8) x = x * load(tile.key_scales[i / kSub]);
+        store(scores, first(seen - i, x, kNothing));
+      }
+    }
+  }
+
+  // Lets the sums of a row refer to a higher score. Weights up to 2^8 are no harm, so a slightly higher one is no reason.
+  void raise(SoftmaxState<kRows>& state, int64_t r, float higher) const {
+    if (higher <= state.top[r] + 8) return;
+    float before = state.top[r];
     state.top[r] = higher;
+    if (before == kNothing) return;  // the sums are zero
+    Lanes factor = exp2<kDegree>(splat(before - higher));
     store(state.total[r], load(state.total[r]) * factor);
     float* out = state.out + r * shape_.head_dim;
     for (int64_t d = 0; d < shape_.head_dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
 
-  static constexpr int kDegree = sizeof(T) == 2 ? 4 : 5;
+  static constexpr int kDegree = sizeof(T) == 2 ? 3 : 5;
 
   const AttentionShape& shape_;
   const AttentionBatch& batch_;

@@ -3,6 +3,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "choose.h"
 #include "gemm.h"
 #include "integer.h"
 #include "pool.h"
@@ -86,3 +87,16 @@ NS_INTEGER(8, bf16, bf16, int8_t)
 NS_INTEGER(8, float, float, int8_t)
 NS_INTEGER(4, bf16, bf16, uint8_t)
 NS_INTEGER(4, float, float, uint8_t)
+
+// One token for each row of logits [rows, vocab] with row stride `stride`, by the rule of model/choice.py. The settings
+// have one entry a row.
+#define NS_CHOOSE(suffix, type)                                                                                     \
+  NS_EXPORT void ns_choose_##suffix(const type* logits, int64_t stride, int64_t rows, int64_t vocab,                \
+                                    const double* temperature, const int64_t* top_k, const double* top_p,           \
+                                    const double* log_min_p, const double* uniform, int64_t* tokens) {              \
+    each_if(rows * vocab >= 1 << 16, rows, [&](int64_t r) {                                                         \
+      tokens[r] = choose(logits + r * stride, vocab, {temperature[r], top_k[r], top_p[r], log_min_p[r], uniform[r]}); \
+    });                                                                                                             \
+  }
+NS_CHOOSE(bf16, bf16)
+NS_CHOOSE(float, float)

@@ -36,7 +36,7 @@ inline void experts_bf16(const bf16* x, const uint32_t* packed, bf16* y, const i
   auto a = prepare<Bf16Kernel>(x, k, all, k, &lda);
   each_expert(ends, experts, [&](int64_t e, int64_t first, int64_t count) {
     Packed panels{packed + e * all.panels() * stride, stride};
-    FloatOut<bf16> out{y + first * n, n, nullptr};
+    FloatOut<bf16> out{y + first * n, n, nullptr, n};
     return Product<Bf16Kernel, Packed, FloatOut<bf16>>(a + first * lda, lda, panels, Shape{count, n, all.steps}, out);
   });
 }
@@ -47,7 +47,7 @@ inline void experts_float(const float* x, const uint32_t* packed, float* y, cons
   each_expert(ends, experts, [&](int64_t e, int64_t first, int64_t count) {
     Shape shape{count, n, k};
     Packed panels{packed + e * shape.panels() * stride, stride};
-    FloatOut<float> out{y + first * n, n, nullptr};
+    FloatOut<float> out{y + first * n, n, nullptr, n};
     return Product<FloatKernel, Packed, FloatOut<float>>(x + first * k, k, panels, shape, out);
   });
 }
@@ -64,7 +64,8 @@ inline void experts_integer(const X* x, const IntWeight& w, X* y, const int32_t*
   float* scales = (float*)scratch<float[6]>(all.rows * sizeof(float));
   quantize_rows(x, k, all.rows, k, width, kIntOffset, a, scales, nullptr);
   each_expert(ends, experts, [&](int64_t e, int64_t first, int64_t count) {
-    IntOut<X> out{y + first * n, n, nullptr, scales + first, w.scales + e * padded, w.sums + e * padded, kIntOffset};
+    IntOut<X> out{y + first * n, n, nullptr, n, scales + first, w.scales + e * padded, w.sums + e * padded,
+                  kIntOffset};
     return Product<IntKernel, decltype(panels(e)), IntOut<X>>(a + first * width, width, panels(e),
                                                               Shape{count, n, all.steps}, out);
   });
@@ -100,7 +101,7 @@ inline void weighted_sum(const T* rows, const int64_t* places, const float* weig
       float weight = weights[t * chosen + j];
       for (int64_t i = 0; i < size; i++) sum[i] += weight * widen(row[i]);
     }
-    for (int64_t i = 0; i < size; i++) FloatOut<T>::put(y[t * size + i], sum[i]);
+    for (int64_t i = 0; i < size; i++) put(y[t * size + i], sum[i]);
   });
 }
 

@@ -45,12 +45,12 @@ inline void add_rms_norm(T* x, const T* delta, const T* weight, float eps, T* ou
 
 template <class T>
 inline void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
-  constexpr int kDegree = sizeof(T) == 2 ? 4 : 5;
-  Lanes one = splat(1), minus_log2e = splat(-1.44269504f), highest_power = splat(126);  // 2^128 would overflow
+  constexpr int kDegree = sizeof(T) == 2 ? 3 : 5;
+  Lanes one = splat(1), minus_log2e = splat(-1.44269504f), highest_power = splat(126), lowest_power = splat(-126);  // no overflow
   each_row(rows, 3 * size * (int64_t)sizeof(T), [=](int64_t row) {
     const T *gate = gate_up + row * 2 * size, *up = gate + size;
     for (int64_t i = 0; i < size; i += kLanes) {
-      Lanes x = load(gate + i), power = min(highest_power, x * minus_log2e);
+      Lanes x = load(gate + i), power = max(lowest_power, min(highest_power, x * minus_log2e));
       store(out + row * size + i, x / (one + exp2<kDegree>(power)) * load(up + i));
     }
   });

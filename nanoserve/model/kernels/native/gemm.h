@@ -296,21 +296,46 @@ struct Shape {
   int64_t panels() const { return ceil_div(columns, kPanel); }
 };
 
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) { to = narrow(x); }
+
+// Columns [0, width) of a panel's row: `vector(n)` gives kLanes results from column n on, for the rest one by one.
+template <class Y, class Vector>
+inline void put_row(Y* to, int64_t width, Vector&& vector) {
+  for (int64_t n = 0; n < width; n += kLanes) {
+    if (n + kLanes <= width) {
+      store(to + n, vector(n));
+      continue;
+    }
+    Y lanes[kLanes];
+    store(lanes, vector(n));
+    memcpy(to + n, lanes, (width - n) * sizeof(Y));
+  }
+}
+
+// kLanes of a bias from column n on; past the last column zeros.
+template <class Y>
+inline Floats bias_lanes(const Y* bias, int64_t n, int64_t columns) {
+  if (n + kLanes <= columns) return load(bias + n);
+  Y lanes[kLanes] = {};
+  for (int64_t i = 0; n + i < columns; i++) lanes[i] = bias[n + i];
+  return load(lanes);
+}
+
 // c [rows][32] of one panel -> y, with y's dtype and a bias.
 template <class Y>
 struct FloatOut {
   Y* y;
   int64_t ldy;
   const Y* bias;
+  int64_t columns;
 
   void operator()(const float* c, int64_t row, int64_t count, int64_t column, int64_t width) const {
-    for (int64_t r = 0; r < count; r++, c += kPanel) {
-      Y* to = y + (row + r) * ldy + column;
-      for (int64_t n = 0; n < width; n++) put(to[n], c[n] + (bias ? widen(bias[column + n]) : 0.0f));
-    }
+    for (int64_t r = 0; r < count; r++, c += kPanel)
+      put_row(y + (row + r) * ldy + column, width, [&](int64_t n) {
+        return bias ? add(load(c + n), bias_lanes(bias, column + n, columns)) : load(c + n);
+      });
   }
-  static void put(float& to, float x) { to = x; }
-  static void put(bf16& to, float x) { to = narrow(x); }
 };
 
 // Where panels lie: the first one asked for, and words from one to the next.
@@ -451,13 +476,13 @@ inline void linear_bf16(const bf16* x, int64_t ldx, const uint32_t* packed, cons
   Shape shape{rows, n, bf16_steps(k)};
   int64_t lda, stride = shape.steps * kPanel;
   auto a = prepare<Bf16Kernel>(x, ldx, shape, k, &lda);
-  multiply<Bf16Kernel>(a, lda, Packed{packed, stride}, shape, FloatOut<bf16>{y, ldy, bias});
+  multiply<Bf16Kernel>(a, lda, Packed{packed, stride}, shape, FloatOut<bf16>{y, ldy, bias, n});
 }
 
 inline void linear_float(const float* x, int64_t ldx, const uint32_t* packed, const float* bias, float* y, int64_t ldy,
                          int64_t rows, int64_t n, int64_t k) {
   Shape shape{rows, n, k};
-  multiply<FloatKernel>(x, ldx, Packed{packed, k * kPanel}, shape, FloatOut<float>{y, ldy, bias});
+  multiply<FloatKernel>(x, ldx, Packed{packed, k * kPanel}, shape, FloatOut<float>{y, ldy, bias, n});
 }
 
 }  // namespace nanoserve

@@ -118,12 +118,13 @@ inline void quantize_rows(const X* x, int64_t ldx, int64_t rows, int64_t k, int6
   });
 }
 
-// Integer sums -> y: what the rows' and the columns' scales make of them.
+// Integer sums -> y: what the rows' and the columns' scales make of them. Scales and sums of columns are padded.
 template <class Y>
 struct IntOut {
   Y* y;
   int64_t ldy;
   const Y* bias;
+  int64_t columns;
   const float* row_scales;
   const float* column_scales;
   const int32_t* column_sums;  // of the int8 weights
@@ -131,11 +132,13 @@ struct IntOut {
 
   void operator()(const int32_t* c, int64_t row, int64_t count, int64_t column, int64_t width) const {
     for (int64_t r = 0; r < count; r++, c += kPanel) {
-      Y* to = y + (row + r) * ldy + column;
-      for (int64_t n = 0; n < width; n++) {
-        float value = (float)(c[n] - offset * column_sums[column + n]) * (row_scales[row + r] * column_scales[column + n]);
-        FloatOut<Y>::put(to[n], bias ? value + widen(bias[column + n]) : value);
-      }
+      Floats row_scale = set(row_scales[row + r]);
+      put_row(y + (row + r) * ldy + column, width, [&](int64_t n) {
+        Ints sums = load(c + n);
+        if (offset) sums = sub32(sums, mul32(load(column_sums + column + n), set((uint32_t)offset)));
+        Floats value = mul(to_floats(sums), mul(row_scale, load(column_scales + column + n)));
+        return bias ? add(value, bias_lanes(bias, column + n, columns)) : value;
+      });
     }
   }
 };
@@ -179,7 +182,7 @@ inline void linear_int8(const X* x, int64_t ldx, const IntWeight& w, const X* bi
   A* a = (A*)scratch<A[8]>(rows * width);
   float* scales = (float*)scratch<float[8]>(rows * sizeof(float));
   quantize_rows(x, ldx, rows, k, width, kIntOffset, a, scales, nullptr);
-  IntOut<X> out{y, ldy, bias, scales, w.scales, w.sums, kIntOffset};
+  IntOut<X> out{y, ldy, bias, n, scales, w.scales, w.sums, kIntOffset};
   multiply<IntKernel>(a, width, Packed{(const uint32_t*)w.packed, shape.steps * kPanel}, shape, out);
 }
 
@@ -255,16 +258,26 @@ inline void pack_int4(const T* w, int64_t ldw, uint8_t* packed, float* scales, i
   });
 }
 
+// (q - 8) * m for the even and the odd bytes of 16-bit lanes, whose q are `even` and `odd`; all of it modulo 256.
+inline Ints scale_bytes(Ints even, Ints odd, Ints m, Ints eight_m) {
+  Ints low = bit_and(mul16(even, m), set(0x00ff00ffu));
+  return sub8(bit_or(low, left16<8>(mul16(odd, m))), eight_m);
+}
+
 // A group as int8: 8 steps of 128 bytes.
 inline void expand_group(const uint8_t* nibbles, const int8_t* m, int8_t* out) {
-  int16_t factors[kPanel * 4];
-  for (int i = 0; i < kPanel * 4; i++) factors[i] = m[i / 4];
-  for (int j = 0; j < 4; j++)
-    for (int i = 0; i < kPanel * 4; i++) {
-      int16_t low = nibbles[j * kPanel * 4 + i] & 15, high = nibbles[j * kPanel * 4 + i] >> 4;
-      out[j * kPanel * 4 + i] = (int8_t)((low - 8) * factors[i]);
-      out[(j + 4) * kPanel * 4 + i] = (int8_t)((high - 8) * factors[i]);
+  const Ints low = set(0x000f000fu);
+  for (int n = 0; n < kPanel; n += kLanes) {
+    Ints factor = widen_bytes(m + n);
+    Ints eight_m = mul32(bit_and(mul32(factor, set(8u)), set(0xffu)), set(0x01010101u));
+    factor = mul32(bit_and(factor, set(0xffffu)), set(0x00010001u));
+    for (int j = 0; j < 4; j++) {
+      Ints x = load((const uint32_t*)nibbles + j * kPanel + n);
+      int8_t* to = out + (j * kPanel + n) * 4;
+      store((int32_t*)to, scale_bytes(bit_and(x, low), bit_and(right16<8>(x), low), factor, eight_m));
+      store((int32_t*)(to + 4 * kPanel * 4), scale_bytes(bit_and(right16<4>(x), low), right16<12>(x), factor, eight_m));
     }
+  }
 }
 
 // Panels of an int4 weight, turned into int8 in this thread's scratch memory.
@@ -286,7 +299,8 @@ struct Expanded {
 };
 
 #ifdef __AVX512F__
-constexpr int64_t kDirectRows = 4;
+constexpr int64_t kDirectRows = 6;   // at once: their sums fill the registers
+constexpr int64_t kDirectMost = 18;  // rows up to which three passes over a panel's nibbles beat turning them into int8
 
 // R rows by one panel, straight from the nibbles.
 template <int R>
@@ -325,43 +339,90 @@ inline void direct_panel(const int8_t* a, int64_t lda, const int32_t* sums, int6
   }
 }
 
-template <class Out>
-inline void multiply_direct(const int8_t* a, int64_t width, const int32_t* sums, const uint8_t* packed,
-                            const Shape& shape, const Out& out) {
-  int64_t groups = width / kGroup, chunks = width / kChunk, runs = ceil_div(shape.panels(), 4);
-  each_if(shape.rows * shape.columns * shape.steps >= kSmallWork, runs, [&](int64_t item) {
-    int32_t c[kDirectRows * kPanel];
-    for (int64_t p = item * 4; p < std::min(item * 4 + 4, shape.panels()); p++) {
-      const uint8_t* panel = packed + p * chunks * kChunkBytes;
-      if (shape.rows == 1) direct_panel<1>(a, width, sums, groups, panel, c);
-      if (shape.rows == 2) direct_panel<2>(a, width, sums, groups, panel, c);
-      if (shape.rows == 3) direct_panel<3>(a, width, sums, groups, panel, c);
-      if (shape.rows == 4) direct_panel<4>(a, width, sums, groups, panel, c);
-      out(c, 0, shape.rows, p * kPanel, std::min(kPanel, shape.columns - p * kPanel));
-    }
-  });
+template <int R>
+inline void direct_rows(int64_t count, const int8_t* a, int64_t lda, const int32_t* sums, int64_t groups,
+                        const uint8_t* panel, int32_t* c) {
+  if (count == R) return direct_panel<R>(a, lda, sums, groups, panel, c);
+  if constexpr (R < kDirectRows) direct_rows<R + 1>(count, a, lda, sums, groups, panel, c);
 }
+
+#else
+constexpr int64_t kDirectMost = 0;
 #endif
+
+// Activations in the forms that a product with int4 weights may want. Null are those that it does not.
+struct Int4Input {
+  const int8_t* plain = nullptr;  // as the nibbles' own product wants them, with the sums of groups
+  const int32_t* sums = nullptr;
+  const IntKernel::A* a = nullptr;
+  float* scales;
+  int64_t width;
+
+  template <class X>
+  Int4Input(const X* x, int64_t ldx, int64_t rows, int64_t k, bool has_few, bool has_many) : width(int_steps(k) * 4) {
+    typedef IntKernel::A A;
+    scales = (float*)scratch<Int4Input>(rows * sizeof(float));
+    if (has_few) {
+      int8_t* to = (int8_t*)scratch<Int4Input[1]>(rows * width);
+      int32_t* group_sums = (int32_t*)scratch<Int4Input[2]>(rows * width / kGroup * sizeof(int32_t));
+      quantize_rows(x, ldx, rows, k, width, 0, to, scales, group_sums);
+      plain = to;
+      sums = group_sums;
+    }
+    if (has_many) {
+      A* to = (A*)scratch<Int4Input[3]>(rows * width);
+      quantize_rows(x, ldx, rows, k, width, kIntOffset, to, scales, nullptr);
+      a = to;
+    }
+  }
+};
+
+// A product with int4 weights: few rows multiply the nibbles themselves, more rows panels that are turned into int8.
+template <class Out>
+struct Int4Product {
+  typedef Product<IntKernel, Expanded, Out> Many;
+  static constexpr int64_t kRun = 4;  // panels
+  Shape shape;
+  Int4Input input;
+  int64_t first;
+  const uint8_t* packed;
+  Out out;
+  Many many;
+
+  // Rows from `first` on of `input`; `out` counts from there.
+  Int4Product(const Int4Input& input, int64_t first, const uint8_t* packed, const Shape& shape, Out out)
+      : shape(shape), input(input), first(first), packed(packed), out(out),
+        many(input.a + first * input.width, input.width, Expanded{packed, input.width / kChunk}, shape, out) {
+    many.out.offset = kIntOffset;
+    this->out.offset = 0;
+  }
+  bool is_direct() const { return shape.rows <= kDirectMost; }
+  int64_t items() const { return !is_direct() ? many.items() : shape.rows ? ceil_div(shape.panels(), kRun) : 0; }
+
+  void operator()(int64_t item) const {
+    if (!is_direct()) return many(item);
+#ifdef __AVX512F__
+    int64_t groups = input.width / kGroup, panel_bytes = input.width / kChunk * kChunkBytes;
+    int64_t at_once = ceil_div(shape.rows, ceil_div(shape.rows, kDirectRows));
+    int32_t c[kDirectRows * kPanel];
+    for (int64_t p = item * kRun; p < std::min(item * kRun + kRun, shape.panels()); p++)
+      for (int64_t row = 0; row < shape.rows; row += at_once) {
+        int64_t count = std::min(at_once, shape.rows - row);
+        direct_rows<1>(count, input.plain + (first + row) * input.width, input.width,
+                       input.sums + (first + row) * groups, groups, packed + p * panel_bytes, c);
+        out(c, row, count, p * kPanel, std::min(kPanel, shape.columns - p * kPanel));
+      }
+#endif
+  }
+};
 
 template <class X>
 inline void linear_int4(const X* x, int64_t ldx, const IntWeight& w, const X* bias, X* y, int64_t ldy, int64_t rows,
                         int64_t n, int64_t k) {
-  Shape shape{rows, n, int_steps(k)};
-  int64_t width = shape.steps * 4;
-  float* scales = (float*)scratch<float[4]>(rows * sizeof(float));
-#ifdef __AVX512F__
-  if (rows && rows <= kDirectRows) {
-    int8_t* a = (int8_t*)scratch<int8_t[4]>(rows * width);
-    int32_t* sums = (int32_t*)scratch<int32_t[4]>(rows * width / kGroup * sizeof(int32_t));
-    quantize_rows(x, ldx, rows, k, width, 0, a, scales, sums);
-    return multiply_direct(a, width, sums, w.packed, shape, IntOut<X>{y, ldy, bias, scales, w.scales, w.sums, 0});
-  }
-#endif
-  typedef IntKernel::A A;
-  A* a = (A*)scratch<A[5]>(rows * width);
-  quantize_rows(x, ldx, rows, k, width, kIntOffset, a, scales, nullptr);
-  IntOut<X> out{y, ldy, bias, scales, w.scales, w.sums, kIntOffset};
-  multiply<IntKernel>(a, width, Expanded{w.packed, width / kChunk}, shape, out);
+  Int4Input input(x, ldx, rows, k, rows <= kDirectMost, rows > kDirectMost);
+  IntOut<X> out{y, ldy, bias, n, input.scales, w.scales, w.sums, 0};
+  Int4Product<IntOut<X>> product(input, 0, w.packed, Shape{rows, n, int_steps(k)}, out);
+  each_if(product.many.is_worth_sharing(), product.items(), product);
 }
 
 // ---- rows of a quantized weight, for a tied embedding ----
@@ -372,7 +433,7 @@ inline void gather_int8(const int64_t* ids, int64_t count, const IntWeight& w, Y
   each_if(count * k >= 1 << 16, count, [&](int64_t i) {
     const int8_t* from = (const int8_t*)w.packed + (ids[i] / kPanel * steps * kPanel + ids[i] % kPanel) * 4;
     for (int64_t j = 0; j < k; j++)
-      FloatOut<Y>::put(y[i * k + j], from[j / 4 * kPanel * 4 + j % 4] * w.scales[ids[i]]);
+      put(y[i * k + j], from[j / 4 * kPanel * 4 + j % 4] * w.scales[ids[i]]);
   });
 }
 
@@ -387,7 +448,7 @@ inline void gather_int4(const int64_t* ids, int64_t count, const IntWeight& w, Y
       uint8_t both = chunk[half * kGroup * kPanel / 2 + (step % 4 * kPanel + column) * 4 + j % 4];
       int value = (step < 4 ? both & 15 : both >> 4) - 8;
       int m = (int8_t)chunk[kChunk * kPanel / 2 + half * kPanel + column];
-      FloatOut<Y>::put(y[i * k + j], value * m * w.scales[ids[i]]);
+      put(y[i * k + j], value * m * w.scales[ids[i]]);
     }
   });
 }
