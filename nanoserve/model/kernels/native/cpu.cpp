@@ -14,6 +14,7 @@ using namespace nanoserve;
 
 #include "attention_exports.h"
 #include "experts_exports.h"
+#include "stack.h"
 
 // Asks the kernel for what this level needs; 0 when it may run. Called once, before any other thread uses the library.
 NS_EXPORT int64_t ns_start() {
