@@ -7,6 +7,7 @@ coroutine is cancelled, and the ``finally`` blocks inside it give everything bac
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,6 +23,17 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStyle:
+    """How a route's streams say what is no answer: that the server is still there, and that it failed."""
+
+    ping: bytes = PING
+    fault: Callable[[NanoserveError], bytes] = lambda error: event(envelope(error))
+
+
+OPENAI_STYLE = StreamStyle()
 
 
 async def until_gone(
@@ -63,9 +75,10 @@ class JsonWriter:
 class EventWriter:
     """Sends events. The status line leaves with the first one, so that a failure before it still has its own status."""
 
-    def __init__(self, send: Send, *, idle_s: float) -> None:
+    def __init__(self, send: Send, *, idle_s: float, ping: bytes = PING) -> None:
         self._send = send
         self._idle_s = idle_s
+        self._ping = ping
         self._last_s = asyncio.get_running_loop().time()
         self._clock = asyncio.get_running_loop().time
         self.started = False
@@ -78,9 +91,9 @@ class EventWriter:
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def ping(self) -> None:
-        """A comment when nothing was sent for a while, so that no proxy or client gives up on a slow first token."""
+        """A sign of life when nothing was sent for a while, so that nobody gives up on a slow first token."""
         if self._clock() - self._last_s >= self._idle_s:
-            await self.write(PING)
+            await self.write(self._ping)
 
 
 class JsonAnswer(Response):
@@ -103,13 +116,16 @@ class EventAnswer(Response):
     A fault before the first event keeps its status; after it, it is an event, and the stream ends without ``[DONE]``.
     """
 
-    def __init__(self, produce: Callable[[EventWriter], Awaitable[None]], *, idle_s: float) -> None:
+    def __init__(
+        self, produce: Callable[[EventWriter], Awaitable[None]], *, idle_s: float, style: StreamStyle = OPENAI_STYLE
+    ) -> None:
         self._produce = produce
         self._idle_s = idle_s
+        self._style = style
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, idle_s=self._idle_s)
+        writer = EventWriter(send, idle_s=self._idle_s, ping=self._style.ping)
         await until_gone(self._told(writer), receive, idle_s=self._idle_s / 4, on_idle=writer.ping)
 
     async def _told(self, writer: EventWriter) -> None:
@@ -120,7 +136,7 @@ class EventAnswer(Response):
                 raise
             if not isinstance(error, NanoserveError):
                 logger.exception("internal fault in a stream")
-            await writer.write(event(envelope(as_known(error))), last=True)
+            await writer.write(self._style.fault(as_known(error)), last=True)
 
 
 async def _nothing() -> None:
