@@ -31,6 +31,7 @@ from nanoserve.serving.wire import (
     Submit,
     controls,
     frame,
+    merge,
     news,
     read_frame,
 )
@@ -206,6 +207,7 @@ def test_news_survive_the_wire() -> None:
     assert isinstance(got, Items)
     assert got.items == [item]
     assert got.items[0].outputs[0].finish_reason is FinishReason.STOP
+    assert merge(got.items[0].outputs[2:], "v") == outputs[2]
 
 
 def test_a_queue_that_is_full_says_when_to_come_back() -> None:

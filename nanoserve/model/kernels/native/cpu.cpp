@@ -15,6 +15,9 @@ using namespace nanoserve;
 #include "attention_exports.h"
 #include "experts_exports.h"
 
+// What build.py computed from the sources of this object.
+NS_EXPORT int64_t ns_revision() { return NS_REVISION; }
+
 // Asks the kernel for what this level needs; 0 when it may run. Called once, before any other thread uses the library.
 NS_EXPORT int64_t ns_start() {
 #ifdef __AMX_TILE__
