@@ -15,7 +15,8 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 HARMLESS: dict[str, Any] = {
     "store": True, "metadata": {"a": "b"}, "user": {"id": 7}, "service_tier": "auto", "verbosity": "low",
     "prediction": {"type": "content", "content": "Fine, as predicted."}, "prompt_cache_key": "k",
-    "safety_identifier": "s", "web_search_options": {}, "parallel_tool_calls": True, "logit_bias": {}, "stop": None, "seed": None,
+    "safety_identifier": "s", "web_search_options": {},
+    "parallel_tool_calls": True, "logit_bias": {}, "stop": None, "seed": None,
     "prompt_cache_retention": "24h", "functions": None, "function_call": None, "max_tokens": None,
 }  # fmt: skip
 
