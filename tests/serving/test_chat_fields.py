@@ -95,6 +95,11 @@ async def test_the_final_message_is_continued(served: ServedModel, client_for: C
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": "[" * 100_000}}, "structured_outputs"),
+        ({"structured_outputs": {"json": '{"a":' * 9000 + "1" + "}" * 9000}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(" * 5000 + "a" + ")" * 5000}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}}, "structured_outputs"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(
