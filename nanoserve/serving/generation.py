@@ -58,7 +58,7 @@ async def opened(door: Door, model: ServedModel, prompts: Sequence[PreparedReque
     streams: dict[str, RequestStream] = {}
 
     async def open_one(request: GenerateRequest) -> None:
-        streams[request.request_id] = await door.open(request)
+        streams[request.request_id] = await door.open(request, model.name)
 
     try:
         await together([open_one(request) for prompt in prompts for request in prompt.choices])

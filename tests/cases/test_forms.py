@@ -136,12 +136,8 @@ async def test_tool_choices(rig: Rig, serve: Serve) -> None:
     folder, _ = rig.script(CALL_TEXT, thinking=False)
     async with serve(folder) as service:
         fields: dict[str, Any] = {"temperature": 0, **NO_THINKING}
-        harmless: list[dict[str, Any]] = [
-            {"tools": []},
-            {"tools": None, "tool_choice": "auto"},
-            {"tool_choice": "none"},
-        ]
-        for free in (*harmless, {"tool_choice": "none"}):
+        frees: list[dict[str, Any]] = [{"tools": []}, {"tools": None, "tool_choice": "auto"}, {"tool_choice": "none"}]
+        for free in frees:
             await service.chat(**fields, **free, max_tokens=1)
         silent = await service.same(**fields, tools=[ROUTE], tool_choice="none")
         assert "tool_calls" not in message(silent)
