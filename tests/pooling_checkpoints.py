@@ -53,9 +53,11 @@ def write(folder: Path, form: str, *, closing: str | None = CLOSING, seed: int =
     write_tokenizer(folder, words=("yes\n", "no\n"), closing=closing)
     tokenizer = Tokenizer.load(folder)
     model = sens_model(seed=seed, tie_word_embeddings=form == "tied")
+    saved = Saved(folder, model, tokenizer)
     with torch.no_grad():  # SENS norms are 1, and a vector scaled to length 1 would not show that one was left out
         model.model.norm.weight.uniform_(0.3, 3.0, generator=torch.Generator().manual_seed(seed))
-    saved = Saved(folder, model, tokenizer)
+        if form != "tied":  # or every verdict is a certain one
+            model.lm_head.weight[[saved.id_of("yes"), saved.id_of("no")]] *= 0.1
     if form in ("causal", "tied"):
         save(model, folder)
     elif form == "classifier":

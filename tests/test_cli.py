@@ -31,11 +31,11 @@ def test_help_is_immediate() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         best_s = min(best_s, time.monotonic() - began_s)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert all(word in done.stdout for word in ("serve", "chat", "generate"))
+    assert all(word in done.stdout for word in ("serve", "chat", "generate", "batch"))
     assert best_s < 0.5
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "batch"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -11,6 +11,7 @@ _COMMANDS = {
     "serve": "the OpenAI-compatible service on Ray Serve",
     "chat": "talk to a model in the terminal",
     "generate": "one answer, without a service",
+    "batch": "answer an OpenAI batch file, through Ray Data",
     "bench": "latency and throughput of a service or a model",
 }
 _USAGE_TYPES = ("config_error", "invalid_request_error")

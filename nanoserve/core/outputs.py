@@ -45,6 +45,7 @@ class StepStats:
     ``num_draft_tokens_total`` counts guessed tokens that were verified, ``num_accepted_tokens_total`` the right ones.
     ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step, as block keys
     (``hashing.block_key``); evictions come first.
+    ``queue_times_s``: of each request that was first admitted, how long it had waited since it arrived at the door.
     """
 
     step_id: int = 0
@@ -68,3 +69,4 @@ class StepStats:
     update_s: float = 0.0
     blocks_published: tuple[int, ...] = field(default=())
     blocks_evicted: tuple[int, ...] = field(default=())
+    queue_times_s: tuple[float, ...] = field(default=())

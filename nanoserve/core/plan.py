@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanoserve.core.pooling import PoolingParams
-from nanoserve.core.request import Grammar
+from nanoserve.core.request import Grammar, ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 
 
@@ -23,6 +23,7 @@ class AdmittedState:
     num_prompt_tokens: int
     sampling: SamplingParams
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     adapter: str | None = None
 
 

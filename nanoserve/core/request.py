@@ -17,6 +17,18 @@ class Grammar:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens the thoughts may have; ``close_id`` is chosen when these are used up, whatever the model wants.
+
+    Thoughts start with the output, or behind ``open_id`` where the model has to open them itself.
+    """
+
+    num_tokens: int
+    close_id: int
+    open_id: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One sequence to generate; ``n`` choices are ``n`` of these. Made in ``text/preprocess``, valid by construction.
@@ -37,6 +49,7 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     adapter: str | None = None
     priority: int = 0
     arrival_s: float = 0.0

@@ -17,7 +17,8 @@ class StructuredOutputs:
     """A grammar that the output must match; exactly one field is set.
 
     ``json`` is a JSON schema as text, ``regex`` a regular expression, ``choice`` the allowed answers, ``grammar`` a
-    Lark grammar, ``json_object`` any JSON object.
+    Lark grammar, ``json_object`` any JSON object, ``tags`` free text in which some texts begin a form: (trigger, begin,
+    JSON schema as text, end) each.
     """
 
     json: str | None = None
@@ -25,12 +26,13 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    tags: tuple[tuple[str, str, str, str], ...] | None = None
 
     def __post_init__(self) -> None:
-        given = [self.json, self.regex, self.choice, self.grammar, self.json_object or None]
+        given = [self.json, self.regex, self.choice, self.grammar, self.json_object or None, self.tags]
         if sum(value is not None for value in given) != 1:
             raise InvalidRequestError(
-                "`structured_outputs` must set exactly one of json, regex, choice, grammar, json_object.",
+                "`structured_outputs` must set one of json, regex, choice, grammar, json_object, structural_tag.",
                 param="structured_outputs",
             )
 

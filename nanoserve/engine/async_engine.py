@@ -193,6 +193,7 @@ class AsyncEngine:
                 num_scheduled_tokens=0,
                 blocks_published=(),
                 blocks_evicted=(),
+                queue_times_s=(),
             )
         outputs = tuple(RequestOutput(id_, finish_reason=FinishReason.ERROR, error=end) for id_ in open_ids)
         try:

@@ -1,7 +1,8 @@
 """Changes to logits before a token is chosen, in place and sparse: only tokens that a setting names are touched.
 
 Order, as in vLLM: logit_bias, repetition penalty, frequency and presence penalties, then the masks: tokens that a
-grammar does not allow, and stop tokens before min_tokens. Where a grammar leaves nothing but stop tokens, it wins.
+grammar does not allow, and stop tokens before min_tokens. Where a grammar leaves nothing but stop tokens, it wins. Last
+comes the end of thoughts whose budget is spent, which leaves one token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ def adjust(logits: Tensor, table: SamplingTable, batch: SampleBatch) -> None:
         _mask_disallowed(logits, *batch.allowed)
     if len(entries):
         _mask_stops(logits, table, batch, entries)
+        _end_thoughts(logits, table, batch, entries)
 
 
 def _add_bias(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries: IntArray) -> None:
@@ -92,6 +94,17 @@ def _mask_stops(logits: Tensor, table: SamplingTable, batch: SampleBatch, entrie
             logits[places] = torch.where(is_stuck, before, logits[places])
 
 
+def _end_thoughts(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries: IntArray) -> None:
+    """Leaves the closing token only; where a grammar forbids it (inside a character) the thoughts end a token later."""
+    for i in entries:
+        thoughts = table.adjustment(batch.rows[i]).thoughts
+        if thoughts is not None and thoughts.must_end(batch.drafts.get(i, ())):
+            close_id = thoughts.budget.close_id
+            if logits[i, close_id] != float("-inf"):
+                logits[i] = float("-inf")
+                logits[i, close_id] = 0.0
+
+
 def _places(ids: Sequence[tuple[int, IntArray]]) -> tuple[Tensor, Tensor]:
     """Index tensors (entry, token) of all (entry, token ids) pairs."""
     entries = np.repeat([i for i, _ in ids], [len(row_ids) for _, row_ids in ids])
@@ -99,7 +112,10 @@ def _places(ids: Sequence[tuple[int, IntArray]]) -> tuple[Tensor, Tensor]:
 
 
 def _mask_disallowed(logits: Tensor, entries: IntArray, bitmask: Tensor) -> None:
-    bits = (bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    disallowed = bits.flatten(1)[:, : logits.shape[1]] == 0
-    where = torch.from_numpy(entries)
-    logits[where] = logits[where].masked_fill_(disallowed, float("-inf"))
+    bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    disallowed = torch.from_numpy(bits == 0)
+    if len(entries) == len(logits):
+        logits.masked_fill_(disallowed, float("-inf"))
+    else:
+        where = torch.from_numpy(entries)
+        logits[where] = logits[where].masked_fill_(disallowed, float("-inf"))

@@ -18,7 +18,9 @@ from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kernels import choose_kernels
-from nanoserve.model.kernels.native import library
+from nanoserve.model.kernels.base import Kernels
+from nanoserve.model.kernels.native import library, why_not
+from nanoserve.model.kernels.native.fused import NativeKernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
@@ -54,13 +56,16 @@ def build(args: EngineArgs) -> LoadedModel:
     max_model_len = _max_model_len(args.max_model_len, config)
     method = linear_method(args.quantization)
     backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
+    kernels = choose_kernels(*config.row_sizes)
+    if args.deterministic:
+        _require_deterministic(backend.name, kernels)
     architecture = as_stored(config.architecture, tensor_names(folder))
     network = network_class(architecture)(
         config,
         dtype=dtype,
         method=method,
         backend=backend,
-        kernels=choose_kernels(*config.row_sizes),
+        kernels=kernels,
         max_positions=max_model_len,
     )
     num_parameters, weights_bytes = _load(network, folder)
@@ -101,6 +106,19 @@ def _set_threads(count: int) -> None:
         kernels.set_threads(count)
 
 
+def _require_deterministic(backend_name: str, kernels: Kernels) -> None:
+    """Native kernels give each row the same bits in any company; torch's products and attention do not."""
+    reason = None
+    if library() is None:
+        reason = why_not()
+    elif backend_name != "native":
+        reason = f"the attention backend is {backend_name}"
+    elif not isinstance(kernels, NativeKernels):
+        reason = "the sizes of this model's rows are no multiples of 16"
+    if reason is not None:
+        raise ConfigError(f"`deterministic` needs the native kernels throughout: {reason}.", param="deterministic")
+
+
 def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
     return AttentionSpec(
         num_heads=config.num_heads,
@@ -133,8 +151,6 @@ def _refuse_unbuilt(args: EngineArgs) -> None:
         raise ConfigError(
             f"`kv_cache_dtype` must be auto or int8. Given: {args.kv_cache_dtype!r}.", param="kv_cache_dtype"
         )
-    if args.deterministic:
-        raise ConfigError("`deterministic` is not built yet.", param="deterministic")
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads", "max_model_len"):
         value = getattr(args, name)
         if value is not None and value < 1:

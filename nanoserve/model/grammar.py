@@ -5,6 +5,8 @@ state of their own.
 """
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,41 @@ from nanoserve.core.errors import ConfigError, InvalidRequestError
 from nanoserve.core.plan import AdmittedState, SampledTokens, ScheduledRequest
 from nanoserve.core.request import Grammar
 
+_MAX_COMPILED = 64
+
 
 class GrammarTokenizer:
     """The vocabulary as the grammar library sees it; read from ``tokenizer.json`` on first use (about one second).
 
-    ``vocab_size`` counts the rows of the logits.
+    ``vocab_size`` counts the rows of the logits. The grammars compiled last are kept, for another request, choice or
+    life of the same one. ``prepare`` may be called from any thread.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._path = folder / "tokenizer.json"
         self.vocab_size = vocab_size
+        self._lock = threading.Lock()
         self._loaded: dict[tuple[int, ...], Any] = {}
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
     def matcher(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> "GrammarMatcher":
         """A matcher of ``grammar`` that has already seen ``output_token_ids``."""
-        from llguidance import LLMatcher
-
-        matcher = GrammarMatcher(LLMatcher(self._tokenizer(grammar.eos_token_ids), grammar.text, log_level=0))
+        matcher = GrammarMatcher(self.prepare(grammar).deep_copy())
         matcher.accept(output_token_ids)
         return matcher
+
+    def prepare(self, grammar: Grammar) -> Any:
+        """The grammar compiled, at its beginning."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if grammar not in self._compiled:
+                tokenizer = self._tokenizer(grammar.eos_token_ids)
+                self._compiled[grammar] = LLMatcher(tokenizer, grammar.text, log_level=0)
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> Any:
         from llguidance import LLTokenizer

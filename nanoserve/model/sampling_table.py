@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoserve.core.plan import AdmittedState
+from nanoserve.core.request import ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 
 IntArray = NDArray[np.int64]
@@ -46,6 +47,33 @@ class TokenCounts:
         return np.fromiter(counts._slot, np.int64), np.array(counts._counts, dtype=np.float64)
 
 
+class Thoughts:
+    """How many tokens the thoughts of one request have, until they end."""
+
+    def __init__(self, budget: ThinkingBudget, output: Sequence[int]) -> None:
+        self.budget = budget
+        self._num_tokens = 0 if budget.open_id is None else -1
+        self._are_closed = False
+        self.append(output)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._are_closed:
+                return
+            self._are_closed = token_id == self.budget.close_id
+            if self._num_tokens >= 0 or token_id == self.budget.open_id:
+                self._num_tokens += 1
+
+    def must_end(self, drafts: Sequence[int] = ()) -> bool:
+        """Whether the next token closes them, as if ``drafts`` had been put out too."""
+        thoughts = self
+        if drafts:
+            thoughts = Thoughts(self.budget, ())
+            thoughts._num_tokens, thoughts._are_closed = self._num_tokens, self._are_closed
+            thoughts.append(drafts)
+        return not thoughts._are_closed and thoughts._num_tokens >= self.budget.num_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
     """What changes one row's logits before a token is chosen. Absent (None in the table) for most requests."""
@@ -56,10 +84,11 @@ class Adjustment:
     bias_ids: IntArray
     bias_values: FloatArray
     counts: TokenCounts | None
+    thoughts: Thoughts | None
 
 
 class SamplingTable:
-    """One entry a row. Written on admission; ``counts`` inside an adjustment grow as tokens are sampled."""
+    """One entry a row. Written on admission; the counters inside an adjustment grow as tokens are sampled."""
 
     def __init__(self, max_rows: int) -> None:
         self.temperature = np.zeros(max_rows)
@@ -90,17 +119,19 @@ class SamplingTable:
         return adjustment
 
     def count(self, row: int, token_ids: Sequence[int]) -> None:
-        """Counts the tokens that a step sampled, if this row's penalties ask for it."""
-        counts = self.adjustment(row).counts
-        if counts is not None:
-            counts.append(token_ids)
+        """Counts the tokens that a step sampled, if this row's settings ask for it."""
+        adjustment = self.adjustment(row)
+        for counter in (adjustment.counts, adjustment.thoughts):
+            if counter is not None:
+                counter.append(token_ids)
 
 
 def _adjustment(state: AdmittedState) -> Adjustment | None:
     params = state.sampling
     repeats = params.repetition_penalty != 1.0
     is_counting = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (is_counting or params.logit_bias or (params.min_tokens and params.stop_token_ids)):
+    holds_stops = params.min_tokens and params.stop_token_ids
+    if not (is_counting or params.logit_bias or holds_stops or state.thinking):
         return None
     prompt, output = state.token_ids[: state.num_prompt_tokens], state.token_ids[state.num_prompt_tokens :]
     bias = params.logit_bias or {}
@@ -111,4 +142,5 @@ def _adjustment(state: AdmittedState) -> Adjustment | None:
         bias_ids=np.array(list(bias), dtype=np.int64),
         bias_values=np.array(list(bias.values()), dtype=np.float64),
         counts=TokenCounts(prompt if repeats else (), output) if is_counting else None,
+        thoughts=None if state.thinking is None else Thoughts(state.thinking, output),
     )

@@ -5,11 +5,12 @@ Invariant: nothing that describes the server's inside (tracebacks, paths, actor 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import orjson
 
-from nanoserve.core.errors import NanoserveError
+from nanoserve.core.errors import InvalidRequestError, NanoserveError
 
 STATUS: Mapping[str, int] = {
     "invalid_request_error": 400,
@@ -55,6 +56,21 @@ class RouteNotFoundError(NanoserveError):
     type = "not_found_error"
 
 
+class ResponseNotFoundError(NanoserveError):
+    """No response of this id is remembered here."""
+
+    type = "not_found_error"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"No response {response_id[:100]!r} is stored here. A router remembers its own last responses only, in"
+            " memory: it may be too old, was sent with `store`: false, or was made by another router. Send the whole"
+            " conversation as `input` instead.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+
+
 class BodyTimeoutError(NanoserveError):
     """The client took too long to send its body."""
 
@@ -96,6 +112,24 @@ def envelope(error: NanoserveError) -> bytes:
         message = INTERNAL_MESSAGE
     type_ = type_of(error) if type_of(error) in STATUS else "server_error"
     return error_json(message, type_, param=error.param, code=error.code)
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Lets the errors of a request that was read as another route's body name the fields that its sender knows."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        old = error.param
+        if old is None or old not in names:
+            raise
+        message = error.message.replace(f"`{old}", f"`{names[old]}")
+        raise InvalidRequestError(message, param=names[old], code=error.code) from None
+
+
+def messages_envelope(error: NanoserveError) -> bytes:
+    """The same, as Anthropic's clients know an error too: the object itself is of type ``error``."""
+    return b'{"type":"error",' + envelope(error)[1:]
 
 
 def error_json(message: str, type_: str, *, param: str | None = None, code: str | None = None) -> bytes:

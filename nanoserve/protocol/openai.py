@@ -27,13 +27,10 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(RequestBody):
-    """What chat and text completions have in common."""
+class SamplingBody(RequestBody):
+    """How tokens are chosen, on every route that generates."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -42,13 +39,24 @@ class GenerationBody(RequestBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[Any] | None = None
     stop_token_ids: list[Any] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What chat and text completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[Any] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -57,9 +65,6 @@ class GenerationBody(RequestBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
     user: Any = None
 
 
@@ -74,6 +79,8 @@ class ChatCompletionRequest(GenerationBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    thinking: dict[str, Any] | None = None
     modalities: list[str] | None = Field(default=None, fail_fast=True)
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

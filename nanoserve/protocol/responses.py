@@ -31,12 +31,13 @@ def envelope(object_: str, id_: str, created: int, model: str, fingerprint: str)
     return {"id": id_, "object": object_, "created": created, "model": model, "system_fingerprint": fingerprint}
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int, reasoning_tokens: int) -> Json:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -53,8 +54,11 @@ def tool_call(id_: str | None, name: str | None, arguments: str) -> Json:
 
 
 def chat_logprobs(entries: Sequence[TokenEntry]) -> Json:
-    content = [{**_chat_entry(entry), "top_logprobs": [_chat_entry(top) for top in entry.top]} for entry in entries]
-    return {"content": content, "refusal": None}
+    return {"content": chat_entries(entries), "refusal": None}
+
+
+def chat_entries(entries: Sequence[TokenEntry]) -> list[Json]:
+    return [{**_chat_entry(entry), "top_logprobs": [_chat_entry(top) for top in entry.top]} for entry in entries]
 
 
 def _chat_entry(entry: TokenEntry) -> Json:

@@ -15,6 +15,11 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def named_event(payload: Mapping[str, object]) -> bytes:
+    """An event whose name is its ``type``, as in OpenAI's Responses and Anthropic's Messages."""
+    return b"event: %b\ndata: %b\n\n" % (str(payload["type"]).encode(), orjson.dumps(payload))
+
+
 def usage_event(envelope: Mapping[str, object], usage: Mapping[str, object]) -> bytes:
     """The last event before ``[DONE]``: no choices, the usage of the whole request."""
     return event(orjson.dumps({**envelope, "choices": [], "usage": usage}))

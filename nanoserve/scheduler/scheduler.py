@@ -72,6 +72,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_finished = 0
         self._num_aborted = 0
+        self._queue_times_s: list[float] = []
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
 
@@ -181,9 +182,10 @@ class Scheduler:
         return tuple(outputs)
 
     def stats(self, *, schedule_s: float = 0.0, execute_s: float = 0.0, update_s: float = 0.0) -> StepStats:
-        """The counts now, and what happened since the last call: scheduled tokens and block events."""
+        """The counts now, and what happened since the last call: scheduled tokens, block events, admissions."""
         blocks_published, blocks_evicted = self._kv.drain_events()
         num_scheduled_tokens, self._num_scheduled_tokens = self._num_scheduled_tokens, 0
+        queue_times_s, self._queue_times_s = self._queue_times_s, []
         return StepStats(
             step_id=self._step_id,
             num_running=len(self._running),
@@ -206,6 +208,7 @@ class Scheduler:
             update_s=update_s,
             blocks_published=blocks_published,
             blocks_evicted=blocks_evicted,
+            queue_times_s=tuple(queue_times_s),
         )
 
     def check_invariants(self) -> None:
@@ -332,6 +335,8 @@ class Scheduler:
             self._num_prompt_tokens += sequence.num_prompt_tokens
             self._num_cached_tokens += sequence.num_cached_tokens
             self._bounds.record(len(sequence.request.prompt_token_ids))
+            if sequence.request.arrival_s:
+                self._queue_times_s.append(max(0.0, self._clock() - sequence.request.arrival_s))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back into the queue at its old rank; what it computed is lost, but for what the prefix cache keeps."""

@@ -132,5 +132,6 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.request.sampling,
             grammar=self.request.grammar,
+            thinking=self.request.thinking,
             adapter=self.request.adapter,
         )

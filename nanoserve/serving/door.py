@@ -50,8 +50,8 @@ class RequestStream(Protocol):
 class Door(Protocol):
     """The way to the engines."""
 
-    async def open(self, request: GenerateRequest) -> RequestStream:
-        """Returns once an engine accepted the request.
+    async def open(self, request: GenerateRequest, model: str) -> RequestStream:
+        """Returns once an engine of the model of this name accepted the request.
 
         Raises:
             NanoserveError: no engine can take it: its queue is full, it can never fit, there is no engine ...

@@ -14,13 +14,14 @@ class ReplicaGoneError(Exception):
 
 
 class EngineRouter(RequestRouter):
-    """Pins a call to the replica named by its keyword ``target``; tells ``membership.ENGINES`` of every change."""
+    """Pins a call to the replica named by its keyword ``target``; tells ``membership`` of every change."""
 
-    def initialize_state(self, **_: Any) -> None:
+    def initialize_state(self, deployment: str, **_: Any) -> None:
+        self._deployment = deployment
         self._listed: list[RunningReplica] = []
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from nanoserve.serving.membership import ENGINES
+        from nanoserve.serving.membership import engines_of
 
         loop = asyncio.get_running_loop()
         self._listed = list(replicas)
@@ -28,7 +29,8 @@ class EngineRouter(RequestRouter):
         def refresh() -> None:
             loop.call_soon_threadsafe(lambda: self.update_replicas(self._listed))
 
-        super().update_replicas(self._listed + ENGINES.replicas_changed(self._listed, refresh))
+        held = engines_of(self._deployment).replicas_changed(self._listed, refresh)
+        super().update_replicas(self._listed + held)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -48,6 +48,7 @@ class Observer(Protocol):
     def step(self, peer_id: str, stats: StepStats) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def next_tokens(self, seconds: float) -> None: ...
+    def paced(self, seconds_per_token: float) -> None: ...
     def finished(self, reason: str, seconds: float) -> None: ...
     def resubmitted(self) -> None: ...
 
@@ -134,6 +135,7 @@ class FeedStream:
         self.emitted: list[int] = []
         self.num_prompt_logprobs = 0
         self.opened_s = now_s
+        self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.chain: PrefixChain | None = None
         self._skip_prompt_logprobs = 0
@@ -398,7 +400,7 @@ class FeedDoor:
         if output.new_token_ids:
             since = stream.last_token_s or stream.opened_s
             (self._observer.next_tokens if stream.last_token_s else self._observer.first_token)(now_s - since)
-            stream.last_token_s = now_s
+            stream.first_token_s, stream.last_token_s = stream.first_token_s or now_s, now_s
             self._settle(stream)
         stream.push(output)
         if output.finish_reason is not None:
@@ -557,6 +559,8 @@ class FeedDoor:
     def _end(self, stream: FeedStream, reason: str, *, abort: bool) -> None:
         self._forget(stream)
         self._observer.finished(reason, self._clock() - stream.opened_s)
+        if len(stream.emitted) > 1:
+            self._observer.paced((stream.last_token_s - stream.first_token_s) / (len(stream.emitted) - 1))
         if abort and stream.peer is not None and stream.peer.state is not PeerState.CLOSED:
             self._send(stream.peer, _Call(Abort(stream.attempt_id)))
         self._unbook(stream)

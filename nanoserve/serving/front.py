@@ -26,6 +26,7 @@ from nanoserve.protocol.errors import (
     envelope,
     error_json,
     headers_of,
+    messages_envelope,
     status_of,
 )
 
@@ -35,26 +36,29 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _FINE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def error_response(error: NanoserveError) -> Response:
-    return Response(envelope(error), status_of(error), headers_of(error), "application/json")
+def error_response(error: NanoserveError, path: str) -> Response:
+    """The refusal of a request to ``path``."""
+    body = messages_envelope(error) if path.startswith("/v1/messages") else envelope(error)
+    return Response(body, status_of(error), headers_of(error), "application/json")
 
 
 async def on_nanoserve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, NanoserveError)
     if status_of(error) >= 500:
         logger.warning("request failed: %s request_id=%s", error.message, request.scope.get("request_id"))
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405 (and whatever else it raises) in the envelope."""
     assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path}"[:200]
+    path = request.url.path
+    place = f"{request.method} {path}"[:200]
     if error.status_code == 404:
-        return error_response(RouteNotFoundError(f"There is no route {place}.", code="route_not_found"))
+        return error_response(RouteNotFoundError(f"There is no route {place}.", code="route_not_found"), path)
     if error.status_code == 405:
         allow = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow") or ""
-        return error_response(MethodNotAllowedError(f"{place} is not possible; use {allow}.", allow=allow))
+        return error_response(MethodNotAllowedError(f"{place} is not possible; use {allow}.", allow=allow), path)
     type_ = TYPE_OF_STATUS.get(error.status_code, "invalid_request_error")
     body = error_json(str(error.detail), type_)
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
@@ -122,7 +126,7 @@ class Faults:
         except Exception as fault:
             logger.exception("internal fault path=%s request_id=%s", scope["path"], scope.get("request_id"))
             if not started:
-                await error_response(as_known(fault))(scope, receive, send)
+                await error_response(as_known(fault), scope["path"])(scope, receive, send)
 
 
 class ApiKeys:
@@ -135,8 +139,8 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._admits(scope):
             return await self._app(scope, receive, send)
-        message = "Give a valid API key in the header `Authorization: Bearer KEY`."
-        refusal = error_response(AuthenticationError(message, code="invalid_api_key"))
+        message = "Give a valid API key in the header `Authorization: Bearer KEY` (or `x-api-key: KEY`)."
+        refusal = error_response(AuthenticationError(message, code="invalid_api_key"), scope["path"])
         return await refusal(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
@@ -147,7 +151,12 @@ class ApiKeys:
 
     def _has_key(self, scope: Scope) -> bool:
         """Compares with every key, each in constant time, so that the time tells nothing about them."""
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        given = [_bearer_token(value) for name, value in scope["headers"] if name == b"authorization"]
+        given += [value for name, value in scope["headers"] if name == b"x-api-key"]
+        matches = [hmac.compare_digest(token, key) for token in given[:2] for key in self._keys]
+        return any(matches)
+
+
+def _bearer_token(authorization: bytes) -> bytes:
+    scheme, _, token = authorization.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""

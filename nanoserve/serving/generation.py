@@ -58,7 +58,7 @@ async def opened(door: Door, model: ServedModel, prompts: Sequence[PreparedReque
     streams: dict[str, RequestStream] = {}
 
     async def open_one(request: GenerateRequest) -> None:
-        streams[request.request_id] = await door.open(request)
+        streams[request.request_id] = await door.open(request, model.name)
 
     try:
         await together([open_one(request) for prompt in prompts for request in prompt.choices])
@@ -111,16 +111,22 @@ class Tally:
     def __init__(self, prompts: Sequence[PreparedRequest]) -> None:
         self._num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         self._num_completion_tokens: dict[int, int] = {}
+        self._num_reasoning_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int] = {}
 
     def add(self, choice: Choice, delta: Delta) -> None:
         self._num_completion_tokens[choice.index] = delta.num_completion_tokens
+        self._num_reasoning_tokens[choice.index] = delta.num_reasoning_tokens
         if choice.request is choice.prompt.choices[0]:
             self._num_cached_tokens[choice.prompt_index] = delta.num_cached_tokens
 
     def usage(self) -> responses.Json:
-        num_cached = sum(self._num_cached_tokens.values())
-        return responses.usage(self._num_prompt_tokens, sum(self._num_completion_tokens.values()), num_cached)
+        return responses.usage(
+            self._num_prompt_tokens,
+            sum(self._num_completion_tokens.values()),
+            cached_tokens=sum(self._num_cached_tokens.values()),
+            reasoning_tokens=sum(self._num_reasoning_tokens.values()),
+        )
 
 
 class Reader(Protocol):
@@ -160,6 +166,12 @@ class Generation:
             readers = [reader_of(choice) for choice in choices]
             await together([read(choice, reader) for choice, reader in zip(choices, readers, strict=True)])
         return readers, tally.usage()
+
+    @asynccontextmanager
+    async def choice(self) -> AsyncIterator[Choice]:
+        """The only choice of a request that has one."""
+        async with opened(self.door, self.model, self.prompts) as (choice,):
+            yield choice
 
     async def write(
         self, writer: EventWriter, envelope: responses.Json, renderer_of: Callable[[Choice], Renderer]

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -18,30 +18,43 @@ from starlette.responses import Response
 
 from nanoserve.core.errors import InvalidRequestError, ModelNotFoundError, NanoserveError, UnavailableError
 from nanoserve.protocol import responses
+from nanoserve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from nanoserve.protocol.body import parse_body
-from nanoserve.protocol.errors import error_json
+from nanoserve.protocol.errors import ResponseNotFoundError, error_json
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationBody,
     RequestBody,
+    SamplingBody,
     TokenizeRequest,
 )
+from nanoserve.protocol.openai_responses import ResponsesRequest
 from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
-from nanoserve.serving import chat_route, completions_route, pooling_route
-from nanoserve.serving.answer import EventAnswer, JsonAnswer
+from nanoserve.serving import chat_route, completions_route, messages_route, pooling_route, responses_route
+from nanoserve.serving.answer import OPENAI_STYLE, EventAnswer, EventWriter, JsonAnswer, StreamStyle
 from nanoserve.serving.body import read_body
 from nanoserve.serving.door import Door, Health, ServedModel
 from nanoserve.serving.front import ApiKeys, Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
+from nanoserve.serving.openapi import document
+from nanoserve.serving.response_store import ResponseStore, StoredResponse
+from nanoserve.text.from_messages import chat_of
 
 Body = TypeVar("Body", bound=RequestBody)
-Sampled = TypeVar("Sampled", bound=GenerationBody)
-Work = TypeVar("Work", chat_route.Chat, completions_route.Completion)
-Prepare = Callable[[Door, ServedModel, Sampled, str], Work]
 _HEALTH_TIMEOUT_S = 5.0
-_LARGE_BODY_BYTES = 64 * 1024
+_LARGE_BODY_BYTES = 8 * 1024
 SESSION_HEADER = "x-session-id"
+
+
+class Work(Protocol):
+    """A request of one route, judged and ready to be answered in one of two ways."""
+
+    async def reply(self) -> bytes: ...
+
+    async def stream(self, writer: EventWriter) -> None: ...
+
+
+Prepare = Callable[[Door, ServedModel, Body, str], Work]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,9 @@ class HttpConfig:
     """What an operator may set about the front door.
 
     ``cors_origins`` empty: no CORS headers, browsers of other origins are refused; ``("*",)``: all are let in.
-    ``ping_s``: after so much silence a stream sends a comment.
+    ``ping_s``: after so much silence a stream sends a comment; ``stall_s``: after so long a client that does not read
+    is dropped. ``max_stored_responses`` and ``max_stored_bytes``: how many of ``/v1/responses`` are remembered for
+    ``previous_response_id``.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -57,10 +72,13 @@ class HttpConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_s: float = 60.0
     ping_s: float = 10.0
+    stall_s: float = 60.0
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 64 * 1024 * 1024
 
 
 def build_app(door: Door, config: HttpConfig) -> FastAPI:
-    """The app. It keeps no state of its own: several may run beside each other on one door."""
+    """The app. It keeps no state but the responses it remembers: several may run beside each other on one door."""
     app = FastAPI(
         title="nanoserve",
         openapi_url=None,
@@ -79,7 +97,7 @@ def _middleware(config: HttpConfig) -> list[Middleware]:
     cors = Middleware(
         Cors,
         allow_origins=config.cors_origins,
-        allow_methods=["GET", "POST", "OPTIONS"],
+        allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
@@ -93,6 +111,7 @@ class Routes:
     def __init__(self, door: Door, config: HttpConfig) -> None:
         self._door = door
         self._config = config
+        self._stored = ResponseStore(max_count=config.max_stored_responses, max_bytes=config.max_stored_bytes)
         self._version = _version()
         self._fingerprint = f"nanoserve-{self._version}"
 
@@ -102,10 +121,16 @@ class Routes:
             ("/health", ["GET", "HEAD"], self.health),
             ("/ready", ["GET", "HEAD"], self.ready),
             ("/metrics", ["GET"], self.metrics),
+            ("/openapi.json", ["GET"], self.openapi),
             ("/v1/models", ["GET"], self.models),
             ("/v1/models/{model_id:path}", ["GET"], self.one_model),
             ("/v1/chat/completions", ["POST"], self.chat),
             ("/v1/completions", ["POST"], self.completions),
+            ("/v1/responses", ["POST"], self.responses),
+            ("/v1/responses/{response_id}", ["GET"], self.one_response),
+            ("/v1/responses/{response_id}", ["DELETE"], self.forget_response),
+            ("/v1/messages", ["POST"], self.messages),
+            ("/v1/messages/count_tokens", ["POST"], self.count_tokens),
             ("/v1/embeddings", ["POST"], self.embeddings),
             *[(path, ["POST"], self.rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
             *[(path, ["POST"], self.score) for path in ("/v1/score", "/score")],
@@ -116,6 +141,10 @@ class Routes:
     async def index(self) -> Response:
         names = [model.name for model in self._door.models()]
         return _json({"name": "nanoserve", "version": self._version, "models": names, "api": "/v1"})
+
+    async def openapi(self) -> Response:
+        """This document."""
+        return _json(document(self.table(), self._version))
 
     async def health(self) -> Response:
         """200 while an engine makes progress or is idle, else 503 with the reason."""
@@ -154,8 +183,44 @@ class Routes:
         work = await self._prepare(request, completions_route.prepare, body)
         return self._answer(work, stream=bool(body.stream))
 
-    def _answer(self, work: chat_route.Chat | completions_route.Completion, *, stream: bool) -> Response:
-        return EventAnswer(work.stream, idle_s=self._config.ping_s) if stream else JsonAnswer(work.reply)
+    async def responses(self, request: Request) -> Response:
+        body = await self._parse(request, ResponsesRequest)
+        model, before = self._find(body.model), body.previous_response_id
+        history = [] if before is None else self._response(before).messages
+        work = await self._beside_loop(
+            request, responses_route.prepare, model, body, self._door, history, self._stored.put
+        )
+        return self._answer(work, stream=bool(body.stream), style=work.style)
+
+    async def one_response(self, response_id: str) -> Response:
+        return Response(self._response(response_id).body, media_type="application/json")
+
+    async def forget_response(self, response_id: str) -> Response:
+        self._response(response_id)
+        self._stored.pop(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    def _response(self, response_id: str) -> StoredResponse:
+        found = self._stored.get(response_id)
+        if found is None:
+            raise ResponseNotFoundError(response_id)
+        return found
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._parse(request, MessagesRequest)
+        work = await self._prepare(request, messages_route.prepare, body)
+        return self._answer(work, stream=bool(body.stream), style=messages_route.STYLE)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._parse(request, CountTokensRequest)
+        model = self._find(body.model)
+        num_tokens = await asyncio.to_thread(lambda: model.preprocessor.count(chat_of(body)))
+        return _json({"input_tokens": num_tokens})
+
+    def _answer(self, work: Work, *, stream: bool, style: StreamStyle = OPENAI_STYLE) -> Response:
+        if not stream:
+            return JsonAnswer(work.reply)
+        return EventAnswer(work.stream, idle_s=self._config.ping_s, stall_s=self._config.stall_s, style=style)
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
@@ -193,12 +258,14 @@ class Routes:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
         body: Body = await self._beside_loop(request, parse_body, raw, body_type)
-        if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, GenerationBody):
-            body.session_id = session_id
+        if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, SamplingBody):
+            return body.model_copy(update={"session_id": session_id})
         return body
 
-    async def _prepare(self, request: Request, prepare: Prepare[Sampled, Work], body: Sampled) -> Work:
-        return await self._beside_loop(request, prepare, self._door, self._find(body.model), body, self._fingerprint)
+    async def _prepare(self, request: Request, prepare: Prepare[Body], body: Body) -> Work:
+        model = self._find(body.model)
+        work: Work = await self._beside_loop(request, prepare, self._door, model, body, self._fingerprint)
+        return work
 
     async def _beside_loop(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Parsing and tokenizing take milliseconds a page of text: a long one must not hold up the other streams."""

@@ -1,24 +1,16 @@
 """``nanoserve serve``: a private Ray, the applications on it, until a signal; then drain and leave nothing behind.
 
-The process is its own supervisor: everything it starts belongs to one run folder, and whatever is left of that at the
-end is ended (``processes``), also when this process is killed.
+The process is its own supervisor: nothing of the run outlives it (``private_ray``).
 """
 
 import asyncio
 import logging
-import os
 import re
-import secrets
 import shlex
-import shutil
 import signal
 import socket
-import sys
-import tempfile
-import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,9 +18,9 @@ import httpx
 
 from nanoserve.core.errors import ConfigError, NanoserveError, UnavailableError
 from nanoserve.model.folder import resolve_model
-from nanoserve.serving import processes
 from nanoserve.serving.config import ServingArgs
 from nanoserve.serving.link import HOST_VARIABLE
+from nanoserve.serving.private_ray import PrivateRay
 from nanoserve.serving.proxy import Proxy, ProxyWish, choose
 
 logger = logging.getLogger(__name__)
@@ -75,7 +67,8 @@ def serve(launch: Launch) -> int:
     for app in launch.apps:
         args = ServingArgs.model_validate(app.args)
         if app.import_path == BUILDER:
-            resolve_model(args.engine.model)
+            for model in args.served:
+                resolve_model(model.engine.model)
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
     with _Signals() as signals:
@@ -138,8 +131,7 @@ class _Run:
         self._began_s = time.monotonic()
         self._serving = False
         self._failed = False
-        self.dir = Path(tempfile.mkdtemp(prefix="nanoserve-", dir=_short_temp_dir()))
-        self._watchdog = processes.Watchdog(self.dir)
+        self._ray = PrivateRay()
 
     def start(self) -> None:
         try:
@@ -159,18 +151,8 @@ class _Run:
 
     def _start_ray(self) -> None:
         _say(f"Starting Ray; HTTP through {self._proxy.name} ({self._proxy.why}).")
-        os.environ.update(_RAY_ENVIRONMENT | processes.environment(self.dir) | self._proxy.environment(self.dir))
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        import ray
-
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self.dir),
-        )
+        environment = _ENVIRONMENT | self._proxy.environment(self._ray.dir)
+        self._ray.start(object_store_bytes=_OBJECT_STORE_BYTES, environment=environment)
         self._signals.listen()  # Ray has put its own handlers there
 
     def _deploy(self) -> None:
@@ -179,7 +161,7 @@ class _Run:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         targets = [RunTarget(_build(app), name=app.name, route_prefix=app.route_prefix) for app in self._launch.apps]
-        _say(f"Loading {', '.join(str(app.args.get('model', app.name)) for app in self._launch.apps)}.")
+        _say(f"Loading {', '.join(name for app in self._launch.apps for name in _names(app))}.")
         serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -190,9 +172,10 @@ class _Run:
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_s:
             apps = serve.status().applications.values()
-            for app in apps:
-                _raise_if_failed(app)
-            if apps and all(app.status == "RUNNING" for app in apps):
+            running = [_runs(app) for app in apps]
+            if running and all(running):
+                for app in apps:
+                    _tell_of_broken_models(app)
                 return
             time.sleep(0.1)
         raise UnavailableError(f"The service did not start within {START_TIMEOUT_S:.0f} s.")
@@ -213,9 +196,8 @@ class _Run:
         raise UnavailableError(f"The service runs but does not answer on {self.url}: {reason}")
 
     def announce(self) -> None:
-        model = self._launch.apps[0].args
-        name = model.get("served_model_name") or model.get("model") or "demo"
-        key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if model.get("api_keys") else ""
+        name = _names(self._launch.apps[0])[0]
+        key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if self._launch.apps[0].args.get("api_keys") else ""
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is 12 + 7?"}}]}}'
         prefix = self._launch.apps[0].route_prefix.rstrip("/")
         _say(f"Ready in {time.monotonic() - self._began_s:.1f} s on {self.url}. Stop with Ctrl-C. Try:\n")
@@ -251,29 +233,16 @@ class _Run:
     def end(self) -> None:
         """Ends every process of the run. From here on signals are ignored: there is nothing left to hurry."""
         self._signals.ignore()
-        _shut_ray_down()
-        processes.end(self.dir)
-        self._watchdog.dismiss()
+        self._ray.end(keep_logs=self._failed)
         if self._failed:
-            _say(f"Logs: {self.dir}/session_latest/logs")
-        else:
-            shutil.rmtree(self.dir, ignore_errors=True)
+            _say(f"Logs: {self._ray.logs}")
 
 
-_RAY_ENVIRONMENT = {
+_ENVIRONMENT = {
     HOST_VARIABLE: "127.0.0.1",  # this Ray has one node: no door calls from elsewhere
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # Ray's default, 15, puts every engine below whatever else the machine does
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }
-
-
-def _short_temp_dir() -> str:
-    """Ray's sockets live under it, and a socket's path may not exceed 107 bytes."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= 20 else "/tmp"
 
 
 def _check_port(host: str, port: int) -> None:
@@ -301,6 +270,36 @@ def _build(app: App) -> Any:
     return built
 
 
+def _names(app: App) -> list[str]:
+    return [model.name for model in ServingArgs.model_validate(app.args).served]
+
+
+_BROKEN = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+def _runs(app: Any) -> bool:
+    """Whether all that can start has: of several models one may be broken.
+
+    Raises:
+        ConfigError, UnavailableError: what an engine said, where no model could be started.
+    """
+    deployments = app.deployments
+    broken = {name for name, deployment in deployments.items() if deployment.status in _BROKEN}
+    engines = {name for name in deployments if name.startswith("Engine:")}
+    if not engines - broken or broken - engines:
+        _raise_if_failed(app)
+        return bool(app.status == "RUNNING")
+    return all(deployments[name].status == "HEALTHY" for name in deployments.keys() - broken)
+
+
+def _tell_of_broken_models(app: Any) -> None:
+    for name, deployment in app.deployments.items():
+        if deployment.status in _BROKEN:
+            found = _ERROR_LINE.search(deployment.message or "")
+            reason = found[2].strip() if found else _last_line(deployment.message or "")
+            _say(f"{name.removeprefix('Engine:')} is not served: {reason}")
+
+
 def _raise_if_failed(app: Any) -> None:
     """
     Raises:
@@ -310,22 +309,13 @@ def _raise_if_failed(app: Any) -> None:
     for message in messages:
         if found := _ERROR_LINE.search(message or ""):
             raise (ConfigError if found[1] == "ConfigError" else UnavailableError)(found[2].strip())
-    if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+    if app.status in _BROKEN:
         raise UnavailableError(f"The service could not start: {_last_line(app.message) or app.status}")
 
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _shut_ray_down() -> None:
-    """Ray's own shutdown, given a few seconds: it may hang where it was interrupted half-started."""
-    if (ray := sys.modules.get("ray")) is None:
-        return
-    worker = threading.Thread(target=ray.shutdown, daemon=True)
-    worker.start()
-    worker.join(6)
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,8 @@
 """Which Engine replicas Serve runs, told to the door of this process, and which ones the door still needs addressable.
 
-Serve pickles a request router's module by value, so the router that learns of replicas cannot itself hold the state:
-``ENGINES`` lives here and is imported inside its methods (see ``engine_router``). Serve may call from a thread of its
-own; ``bind`` and ``on_change`` belong to the door's loop.
+Serve pickles a request router's module by value, so the router that learns of replicas cannot itself hold the state: it
+lives here, one ``Membership`` a deployment, and is asked for inside the router's methods (see ``engine_router``). Serve
+may call from a thread of its own; ``bind`` and ``on_change`` belong to the door's loop.
 """
 
 import asyncio
@@ -86,4 +86,9 @@ def unique_id(replica: Replica) -> str:
     return str(replica.replica_id.unique_id)
 
 
-ENGINES = Membership()
+_MEMBERSHIPS: dict[str, Membership] = {}
+
+
+def engines_of(deployment: str) -> Membership:
+    """The replicas of an Engine deployment, as this process knows them."""
+    return _MEMBERSHIPS.setdefault(deployment, Membership())

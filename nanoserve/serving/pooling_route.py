@@ -82,18 +82,18 @@ class Scores:
 
 def embeddings(door: Door, model: ServedModel, body: wire.EmbeddingRequest) -> Embeddings:
     batch = _pooling(model).embeddings(body, f"embd-{uuid4().hex}")
-    return Embeddings(run=Run(door, batch), model=model.name, body=body)
+    return Embeddings(run=Run(door, batch, model.name), model=model.name, body=body)
 
 
 def rerank(door: Door, model: ServedModel, body: wire.RerankRequest) -> Rerank:
     batch, documents = _pooling(model).rerank(body, f"rerank-{uuid4().hex}")
     shown = None if body.return_documents is False else documents
-    return Rerank(run=Run(door, batch), model=model.name, body=body, documents=shown)
+    return Rerank(run=Run(door, batch, model.name), model=model.name, body=body, documents=shown)
 
 
 def score(door: Door, model: ServedModel, body: wire.ScoreRequest) -> Scores:
     batch = _pooling(model).score(body, f"score-{uuid4().hex}")
-    return Scores(run=Run(door, batch), model=model.name)
+    return Scores(run=Run(door, batch, model.name), model=model.name)
 
 
 def _pooling(model: ServedModel) -> PoolingPreprocessor:
@@ -108,6 +108,7 @@ class Run:
 
     door: Door
     batch: PoolingBatch
+    model: str
     give_up_s: float = 0.0
 
     async def results(self, read: Callable[[int, bytes], Result]) -> list[Result]:
@@ -141,7 +142,7 @@ class Run:
         """A full queue refuses a body as long as nothing of it is done; after that, its rest waits for room."""
         while True:
             try:
-                return await self.door.open(self.batch.request(index))
+                return await self.door.open(self.batch.request(index), self.model)
             except QueueFullError as error:
                 if time.monotonic() + error.retry_after_s > self.give_up_s:
                     raise

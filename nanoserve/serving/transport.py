@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from nanoserve.core.errors import NanoserveError
-from nanoserve.serving.membership import ENGINES
+from nanoserve.serving.membership import Membership
 from nanoserve.serving.wire import Answers, Control, FeedItem, Greeting, Hello, Op, frame, news, read_frame
 
 
@@ -19,7 +19,8 @@ class SocketTransport:
     live, so that a drain waits for this door's streams. It is pinned by the keyword ``target`` (``engine_router``).
     """
 
-    def __init__(self, engine: DeploymentHandle, door_id: str) -> None:
+    def __init__(self, engine: DeploymentHandle, members: Membership, door_id: str) -> None:
+        self._members = members
         self._leases = engine.options(stream=True)
         self._door_id = door_id
         self._held: dict[str, Any] = {}
@@ -27,7 +28,7 @@ class SocketTransport:
         self._linked = asyncio.Event()
 
     async def feed(self, peer_id: str, seq: int, engine_id: str) -> AsyncGenerator[Hello | list[FeedItem], None]:
-        metadata = ENGINES.metadata(peer_id)
+        metadata = self._members.metadata(peer_id)
         reader, writer = await asyncio.open_connection(*metadata["address"])
         writer.write(frame(Greeting(metadata["secret"], self._door_id, seq, engine_id)))
         link = _Link(writer)
@@ -57,12 +58,12 @@ class SocketTransport:
         return [None if refusal is None else refusal.error() for refusal in answers.answers]
 
     def hold(self, peer_id: str) -> bool:
-        return ENGINES.hold(peer_id)
+        return self._members.hold(peer_id)
 
     def release(self, peer_id: str) -> None:
         if (lease := self._held.pop(peer_id, None)) is not None:
             lease.cancel()
-        ENGINES.release(peer_id)
+        self._members.release(peer_id)
 
     def _lease(self, peer_id: str) -> None:
         if peer_id not in self._held:

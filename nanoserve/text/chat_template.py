@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.text.messages import normalise
-from nanoserve.text.policy import Thinking
+from nanoserve.text.policy import Thinking, ToolStyle
 from nanoserve.text.tokenizer import Tokenizer
 
 # Arguments of the rendering call itself: a client may neither replace the template nor ask for tensors.
@@ -52,6 +52,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         template = tokenizer.pretrained.chat_template
         self.exists = bool(template)
+        self.tool_style = ToolStyle.XML if "<function=" in str(template) else ToolStyle.HERMES
         # Where a template does not ask, it walks the arguments as a mapping.
         self._takes_argument_text = "arguments is string" in str(template)
 

@@ -7,12 +7,15 @@ its limits bound what a hostile schema can cost.
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.sampling import StructuredOutputs
 from nanoserve.text.policy import Thinking
 
 MAX_GRAMMAR_CHARS = 256 * 1024
+# Compiling an object takes time quadratic in its properties: a thousand take a tenth of a second.
+MAX_PROPERTIES = 1000
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,24}"}
 
@@ -25,7 +28,7 @@ def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") 
     """
     try:
         return _checked(spec)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:500]
         raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param) from None
 
@@ -49,6 +52,57 @@ def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "to
     return grammar_text(StructuredOutputs(grammar=lark), param=param)
 
 
+def xml_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
+    """The grammar of one call in Qwen3-Coder's form; the arguments are as in ``tool_call_grammar``.
+
+    Parameters come in the schema's order; a text value is anything up to its closing tag.
+
+    Raises:
+        InvalidRequestError: a function's parameters are not a usable JSON schema.
+    """
+    opening, closing = ("<tool_call> ", " </tool_call>") if tag_tokens else ('"<tool_call>" ', ' "</tool_call>"')
+    calls, rules = [], ['text_value[suffix="\\n</parameter>\\n"]: /(?s:.*)/']
+    for index, tool in enumerate(tools):
+        schema: Mapping[str, Any] = dict(tool.get("parameters") or {})  # type: ignore[call-overload]
+        elements = []
+        for number, (name, value) in enumerate(_properties(schema, param).items()):
+            rule = f"parameter_{index}_{number}"
+            elements.append(rule if name in _list(schema.get("required")) else f"{rule}?")
+            rules.append(f"{rule}: {json.dumps(f'<parameter={name}>' + chr(10))} {_xml_value(value, schema)}")
+        head, tail = json.dumps(f"\n<function={tool['name']}>\n"), json.dumps("</function>\n")
+        calls.append(f"{opening}{head} {' '.join(elements)} {tail}{closing}")
+    lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
+    return grammar_text(StructuredOutputs(grammar=lark), param=param)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _properties(schema: Mapping[str, Any], param: str) -> Mapping[str, Mapping[str, Any]]:
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, dict) or not all(isinstance(value, dict) for value in properties.values()):
+        raise InvalidRequestError(f"`{param}`: `properties` must map names to JSON schemas.", param=param)
+    return properties
+
+
+def _xml_value(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """A value and its closing tag: text as it is, all else as JSON, with the definitions that it may refer to."""
+    closing = json.dumps("\n</parameter>\n")
+    texts = value.get("enum")
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return f"({' | '.join(map(json.dumps, texts))}) {closing}"
+    if value.get("type", "string") == "string" and "$ref" not in value and "anyOf" not in value:
+        return "text_value"
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return f"%json {json.dumps({**value, **shared, 'x-guidance': _JSON_OPTIONS})} {closing}"
+
+
+def strict_calls(call: str) -> str:
+    """The grammar of free text in which whatever begins a call is one of ``call``, which must begin with a token."""
+    return "start: (text | call)*\ntext: /(?s:.+)/\n" + call.replace("start: ", "call: ", 1)
+
+
 def whole_answer(forms: Sequence[str], thinking: Thinking) -> str:
     """The grammar of a whole answer that has one of ``forms``, thoughts before it left free.
 
@@ -60,7 +114,7 @@ def whole_answer(forms: Sequence[str], thinking: Thinking) -> str:
     names = [f"form_{index}" for index in range(len(forms))]
     lark = f"start: {opening} ({' | '.join(f'@{name}' for name in names)})\n"
     if opening:
-        lark += "thoughts: /(?s:.*)/ </think> /\\s{0,8}/\n"
+        lark += "thoughts: /(?s:.*)/ </think> /\\n{0,2}/\n"
     inner = [_embedded(form) | {"name": name} for form, name in zip(forms, names, strict=True)]
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
 
@@ -77,12 +131,28 @@ def _embedded(grammar: str) -> dict[str, object]:
 def _checked(spec: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
+    if spec.json is not None and _num_properties(json.loads(spec.json)) > MAX_PROPERTIES:
+        raise ValueError(f"it has more than {MAX_PROPERTIES} properties")
     text = _written(spec)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
     if error := LLMatcher.validate_grammar(text):
         raise ValueError(error)
     return text
+
+
+def _num_properties(schema: object) -> int:
+    """How many properties a schema names, wherever it does; walks without recursion."""
+    num_properties, stack = 0, [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            properties = value.get("properties")
+            num_properties += len(properties) if isinstance(properties, dict) else 0
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return num_properties
 
 
 def _written(spec: StructuredOutputs) -> str:
@@ -98,4 +168,17 @@ def _written(spec: StructuredOutputs) -> str:
         if not spec.choice:
             raise ValueError("choice needs at least one answer")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in spec.choice))
+    if spec.tags is not None:
+        return LLMatcher.grammar_from_lark(_tags_grammar(spec.tags))
     return LLMatcher.grammar_from_lark(spec.grammar or "")
+
+
+def _tags_grammar(tags: Sequence[tuple[str, str, str, str]]) -> str:
+    """Free text in which each trigger binds what follows, up to the end of its tag."""
+    rules = ["start: (" + " | ".join(f"tag_{index}" for index in range(len(tags))) + ")* TEXT", "TEXT: /(?s:.*)/"]
+    for index, (trigger, begin, schema, end) in enumerate(tags):
+        rest, closing = (json.dumps(text) if text else "" for text in (begin[len(trigger) :], end))
+        rules.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
+        options = {"x-guidance": _JSON_OPTIONS}
+        rules.append(f"tag_{index}: trigger_{index} {rest} %json {json.dumps(json.loads(schema) | options)} {closing}")
+    return "\n".join(rules) + "\n"

@@ -1,7 +1,9 @@
 """How a request wants the tokens of its answer turned into words."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Thinking(Enum):
@@ -16,13 +18,21 @@ class Thinking(Enum):
     OPEN = "open"
 
 
+class ToolStyle(Enum):
+    """How a model writes its calls inside of ``<tool_call>``: as JSON, or as Qwen3-Coder's elements."""
+
+    HERMES = "hermes"
+    XML = "xml"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPolicy:
     """The reader's wishes for one answer; the same for all choices of a request.
 
     ``stop_token_ids`` are the request's own (reported as ``stop_reason``), not the model's EOS ids. ``logprobs``: the
     number of alternatives a token, None when not asked for; ``prompt_logprobs`` likewise for the prompt. ``echo``: the
-    prompt's text comes first in the content (and its entries first in the logprobs).
+    prompt's text comes first in the content (and its entries first in the logprobs). ``tool_schemas``: each function's
+    properties, which Qwen3-Coder's calls need for the types of their values.
     """
 
     stop: tuple[str, ...] = ()
@@ -31,6 +41,8 @@ class OutputPolicy:
     skip_special_tokens: bool = True
     thinking: Thinking = Thinking.OFF
     parse_tools: bool = False
+    tool_style: ToolStyle = ToolStyle.HERMES
+    tool_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel_tool_calls: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None

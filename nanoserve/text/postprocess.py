@@ -1,5 +1,6 @@
 """From an engine's tokens to the words that a reader sees, one choice at a time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanoserve.core.outputs import FinishReason, RequestOutput
@@ -7,11 +8,12 @@ from nanoserve.core.plan import TokenLogprobs
 from nanoserve.core.request import GenerateRequest
 from nanoserve.text.detokenizer import Detokenizer
 from nanoserve.text.logprobs import LogprobWriter, TokenText
-from nanoserve.text.policy import OutputPolicy, Thinking
-from nanoserve.text.reasoning import ReasoningSplit
+from nanoserve.text.policy import OutputPolicy, Thinking, ToolStyle
+from nanoserve.text.reasoning import ReasoningSplit, ThoughtCount
 from nanoserve.text.stop import StopMatcher
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.text.tools import ToolCallDelta, ToolParser
+from nanoserve.text.xml_calls import XmlCall
 
 __all__ = ["ChoiceProcessor", "Delta", "TokenText", "ToolCallDelta"]
 
@@ -24,7 +26,7 @@ class Delta:
     With ``echo``, the first delta's content starts with the prompt and its ``logprobs`` with the prompt's entries.
     ``finish_reason``: "stop", "length", "tool_calls", "abort" or "error", on the last delta only. ``stopped_by_text``:
     a stop string ended the answer here, the engine does not know yet and must be told to abort.
-    ``num_completion_tokens`` and ``num_cached_tokens`` are totals so far.
+    ``num_completion_tokens``, ``num_reasoning_tokens`` (a part of them) and ``num_cached_tokens`` are totals so far.
     """
 
     content: str = ""
@@ -37,8 +39,20 @@ class Delta:
     stop_reason: int | str | None = None
     error: tuple[str, str] | None = None
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     stopped_by_text: bool = False
+
+    def pieces(self) -> Iterator[str | ToolCallDelta]:
+        """Content and calls in the order in which the model wrote them."""
+        start = 0
+        for call in self.tool_calls:
+            if call.offset > start:
+                yield self.content[start : call.offset]
+                start = call.offset
+            yield call
+        if start < len(self.content):
+            yield self.content[start:]
 
 
 class ChoiceProcessor:
@@ -54,7 +68,9 @@ class ChoiceProcessor:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=policy.skip_special_tokens)
         self._stops = StopMatcher(policy.stop, include=policy.include_stop_str_in_output)
         self._reasoning = None if policy.thinking is Thinking.OFF else ReasoningSplit(policy.thinking)
-        self._tools = ToolParser(parallel=policy.parallel_tool_calls) if policy.parse_tools else None
+        tags = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
+        self._thoughts = ThoughtCount(policy.thinking, *tags)
+        self._tools = _tool_parser(policy) if policy.parse_tools else None
         self._logprobs = None if policy.logprobs is None else self._writer(tokenizer, policy.logprobs)
         self._prompt = _PromptEntries(tokenizer, policy, request) if policy.scores_prompt else None
         self._num_tokens = 0
@@ -81,17 +97,20 @@ class ChoiceProcessor:
         reasoning, content, tool_calls = self._split(text)
         echo, self._echo = self._echo, ""
         entries, prompt_entries = self._entries(output)
+        new_token_ids = output.new_token_ids[: self._num_tokens - num_before]
+        self._thoughts.add(new_token_ids)
         return Delta(
             content=echo + content,
             reasoning=reasoning,
             tool_calls=tool_calls,
             logprobs=entries,
             prompt_logprobs=prompt_entries,
-            new_token_ids=output.new_token_ids[: self._num_tokens - num_before],
+            new_token_ids=new_token_ids,
             finish_reason=self._finish_reason(output, stop) if self._done else None,
             stop_reason=stop if stop is not None else self._stop_token(output),
             error=output.error if stop is None else None,
             num_completion_tokens=self._num_tokens,
+            num_reasoning_tokens=self._thoughts.num_tokens,
             num_cached_tokens=self._num_cached_tokens,
             stopped_by_text=stop is not None and output.finish_reason is None,
         )
@@ -132,7 +151,8 @@ class ChoiceProcessor:
         content, calls = self._tools.feed(content)
         if self._done:
             more_content, more_calls = self._tools.finish()
-            content, calls = content + more_content, calls + more_calls
+            calls += [call.behind(content) for call in more_calls]
+            content += more_content
         return reasoning, content, tuple(calls)
 
     def _entries(self, output: RequestOutput) -> tuple[tuple[TokenText, ...], tuple[TokenText, ...]]:
@@ -152,6 +172,12 @@ class ChoiceProcessor:
 
     def _stop_token(self, output: RequestOutput) -> int | None:
         return output.stop_token_id if output.stop_token_id in self._policy.stop_token_ids else None
+
+
+def _tool_parser(policy: OutputPolicy) -> ToolParser:
+    if policy.tool_style is ToolStyle.HERMES:
+        return ToolParser(parallel=policy.parallel_tool_calls)
+    return ToolParser(parallel=policy.parallel_tool_calls, new_call=lambda: XmlCall(policy.tool_schemas))
 
 
 class _PromptEntries:

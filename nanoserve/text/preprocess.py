@@ -8,7 +8,7 @@ from random import Random, SystemRandom
 from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
-from nanoserve.core.request import GenerateRequest, Grammar
+from nanoserve.core.request import GenerateRequest, Grammar, ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
@@ -19,9 +19,9 @@ from nanoserve.protocol.openai import (
 )
 from nanoserve.text.chat_template import ChatTemplate, Conversation
 from nanoserve.text.defaults import GenerationDefaults
-from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
+from nanoserve.text.grammar import grammar_text, strict_calls, tool_call_grammar, whole_answer, xml_call_grammar
 from nanoserve.text.messages import check_tools, check_unicode
-from nanoserve.text.policy import OutputPolicy, Thinking
+from nanoserve.text.policy import OutputPolicy, Thinking, ToolStyle
 from nanoserve.text.prompts import ModelLimits, Prompt, PromptReader
 from nanoserve.text.request_fields import (
     chat_conversation,
@@ -31,11 +31,13 @@ from nanoserve.text.request_fields import (
     check_completion,
     check_media,
     check_text,
+    thinking_budget,
     tokenized_conversation,
 )
 from nanoserve.text.structured import answer_form
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.text.tool_choice import ToolUse, tool_use
+from nanoserve.text.xml_calls import parameter_schemas
 
 __all__ = ["ModelLimits", "OutputPolicy", "PreparedRequest", "Preprocessor"]
 
@@ -59,6 +61,12 @@ class PreparedRequest:
     prompt_text: str | None
     prompt_token_ids: tuple[int, ...]
     policy: OutputPolicy
+
+    def thinking_for(self, budget: ThinkingBudget | None) -> "PreparedRequest":
+        """The same with a bound for the thoughts of each choice."""
+        if budget is None:
+            return self
+        return replace(self, choices=tuple(replace(choice, thinking=budget) for choice in self.choices))
 
     @property
     def seed(self) -> int:
@@ -123,12 +131,13 @@ class Preprocessor:
         policy = _policy(
             params,
             thinking=rendered.thinking if split else Thinking.OFF,
-            parse_tools=bool(tools.offered),
+            **self._tool_policy(tools.offered),
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
         prompt = Prompt(rendered.text, rendered.token_ids)
         grammar = self._grammar(body, rendered.thinking, tools)
-        return self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
+        prepared = self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
+        return prepared.thinking_for(self._budget(body, rendered.thinking))
 
     def completion(self, body: CompletionRequest, request_id: str) -> list[PreparedRequest]:
         """The engine requests of each prompt, in order. Names of special tokens in a text prompt are these tokens."""
@@ -180,10 +189,15 @@ class Preprocessor:
         )
         rendered = self._template.render(conversation)
         thinking = rendered.thinking if split else Thinking.OFF
-        policy = _policy(params, thinking=thinking, parse_tools=split and bool(tools))
+        policy = _policy(params, thinking=thinking, **self._tool_policy(conversation.tools if split else ()))
         grammar = self._spec_grammar(params, rendered.thinking)
         origin = _Origin(request_id=request_id, param="messages")
         return self._prepared(Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
+
+    def count(self, body: ChatCompletionRequest) -> int:
+        """How many tokens a chat's prompt has, whether it fits or not."""
+        check_common(body)
+        return len(self._template.render(chat_conversation(body, tool_use(body))).token_ids)
 
     def tokenize(self, body: TokenizeRequest) -> tuple[int, ...]:
         """The ids of a text (special tokens parsed, as in completions) or of a conversation (as in a chat)."""
@@ -238,7 +252,9 @@ class Preprocessor:
         if tools.forced:
             forms = [self._call_grammar(tools.forced)]
         elif form is None:
-            return None
+            forms = self._strict_forms(tools.offered)
+            if not forms:
+                return None
         else:
             spec, param = form
             forms = [grammar_text(spec, param=param)]
@@ -246,6 +262,15 @@ class Preprocessor:
         if self._tokenizer.id_of("</think>") is None:
             thinking = Thinking.OFF
         return Grammar(whole_answer(forms, thinking), self._defaults.eos_token_ids)
+
+    def _budget(self, body: ChatCompletionRequest, thinking: Thinking) -> ThinkingBudget | None:
+        num_tokens = thinking_budget(body)
+        if num_tokens is None or thinking is Thinking.OFF:
+            return None
+        open_id, close_id = self._tokenizer.id_of("<think>"), self._tokenizer.id_of("</think>")
+        if open_id is None or close_id is None:
+            return None
+        return ThinkingBudget(num_tokens, close_id, None if thinking is Thinking.OPEN else open_id)
 
     def _spec_grammar(self, params: SamplingParams, thinking: Thinking) -> Grammar | None:
         if params.structured_outputs is None:
@@ -255,9 +280,24 @@ class Preprocessor:
         text = whole_answer([grammar_text(params.structured_outputs)], thinking)
         return Grammar(text, self._defaults.eos_token_ids)
 
+    def _tool_policy(self, offered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not offered:
+            return {}
+        style = self._template.tool_style
+        schemas = parameter_schemas(offered) if style is ToolStyle.XML else {}
+        return {"parse_tools": True, "tool_style": style, "tool_schemas": schemas}
+
     def _call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
         tag_tokens = self._tokenizer.id_of("<tool_call>") is not None
-        return tool_call_grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
+        grammar = xml_call_grammar if self._template.tool_style is ToolStyle.XML else tool_call_grammar
+        return grammar([tool["function"] for tool in tools], tag_tokens=tag_tokens)
+
+    def _strict_forms(self, offered: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Where a tool is strict, calls are bound though nobody forces one; that needs the tag to be a token."""
+        is_strict = any(tool["function"].get("strict") for tool in offered)
+        if not is_strict or self._tokenizer.id_of("<tool_call>") is None:
+            return []
+        return [strict_calls(self._call_grammar(offered))]
 
     def _echo_text(self, body: CompletionRequest, prompt: Prompt) -> str:
         """The text that precedes the answer; decoded where offsets into it are wanted, for ``encode`` normalises."""

@@ -3,11 +3,36 @@
 Newlines just inside the tags and between ``</think>`` and the answer belong to neither part.
 """
 
+from collections.abc import Sequence
+
 from nanoserve.text.policy import Thinking
 from nanoserve.text.stop import partial_suffix
 
 OPEN_TAG = "<think>"
 CLOSE_TAG = "</think>"
+
+
+class ThoughtCount:
+    """Counts the tokens of thoughts, between the tags where these are tokens of their own. ``num_tokens``: so far."""
+
+    __slots__ = ("_close_id", "_is_inside", "_open_id", "num_tokens")
+
+    def __init__(self, thinking: Thinking, open_id: int | None, close_id: int | None) -> None:
+        self.num_tokens = 0
+        self._close_id = close_id
+        self._open_id = open_id if thinking is Thinking.AUTO else None
+        self._is_inside = thinking is Thinking.OPEN and close_id is not None
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        if self._open_id is not None and self._open_id in token_ids:
+            token_ids = token_ids[token_ids.index(self._open_id) + 1 :]
+            self._open_id, self._is_inside = None, True
+        if self._is_inside and self._close_id in token_ids:
+            token_ids = token_ids[: token_ids.index(self._close_id)]
+            self._is_inside = False
+            self.num_tokens += len(token_ids)
+        elif self._is_inside:
+            self.num_tokens += len(token_ids)
 
 
 class ReasoningSplit:

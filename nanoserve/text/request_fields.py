@@ -19,10 +19,41 @@ from nanoserve.text.chat_template import Conversation
 from nanoserve.text.messages import check_tools, check_unicode
 from nanoserve.text.tool_choice import ToolUse
 
+# The most tokens of thoughts for each `reasoning_effort`; None: as many as the model likes.
+EFFORT_BUDGETS: Mapping[str, int | None] = {
+    "none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None,
+}  # fmt: skip
+
+
+def thinking_budget(body: ChatCompletionRequest) -> int | None:
+    """The most tokens of thoughts; None: no bound. ``thinking_token_budget`` wins over the other two ways to say it."""
+    effort = body.reasoning_effort
+    if effort is not None and effort not in EFFORT_BUDGETS:
+        raise InvalidRequestError(
+            f"`reasoning_effort` must be one of {', '.join(EFFORT_BUDGETS)}. Given: {effort!r:.60}.",
+            param="reasoning_effort",
+        )
+    param, budget = "thinking_token_budget", body.thinking_token_budget
+    if budget is None:
+        param, budget = "thinking", _anthropic_budget(body.thinking)
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise InvalidRequestError(f"`{param}` must be a number of tokens >= 0. Given: {budget!r:.60}.", param=param)
+    return EFFORT_BUDGETS[effort] if budget is None and effort is not None else budget
+
+
+def _anthropic_budget(thinking: Mapping[str, Any] | None) -> Any:
+    """LiteLLM passes Anthropic's field on: ``{"type": "enabled", "budget_tokens": n}`` or ``{"type": "disabled"}``."""
+    if thinking is None:
+        return None
+    return 0 if thinking.get("type") == "disabled" else thinking.get("budget_tokens")
+
 
 def chat_conversation(body: ChatCompletionRequest, tools: ToolUse) -> Conversation:
     """What the template renders for a chat."""
-    kwargs = _template_kwargs(body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort)
+    enable_thinking = body.enable_thinking
+    if enable_thinking is None and thinking_budget(body) == 0:
+        enable_thinking = False
+    kwargs = _template_kwargs(body.chat_template_kwargs, enable_thinking, body.reasoning_effort)
     return Conversation(
         messages=body.messages,
         tools=tools.offered,
@@ -53,8 +84,6 @@ def _template_kwargs(
     kwargs: Mapping[str, Any] | None, enable_thinking: bool | None, effort: str | None = None
 ) -> dict[str, Any]:
     """The template's arguments: ``chat_template_kwargs`` win over the fields that say the same for all models."""
-    if enable_thinking is None and effort == "none":
-        enable_thinking = False
     common = {"enable_thinking": enable_thinking, "reasoning_effort": effort}
     return {name: value for name, value in common.items() if value is not None} | dict(kwargs or {})
 

@@ -31,9 +31,12 @@ def _response_format(body: GenerationBody) -> tuple[StructuredOutputs, str] | No
         return None
     if kind == "json_object":
         return StructuredOutputs(json_object=True), param
+    if kind == "structural_tag":
+        return StructuredOutputs(tags=_tags(value, param)), param
     if kind != "json_schema":
         raise InvalidRequestError(
-            f"`{param}.type` must be text, json_object or json_schema. Given: {kind!r:.100}.", param=param
+            f"`{param}.type` must be text, json_object, json_schema or structural_tag. Given: {kind!r:.100}.",
+            param=param,
         )
     wrapper = value.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
@@ -56,6 +59,29 @@ def _guided(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
     return _spec(given, param), param
 
 
+def _tags(value: object, param: str) -> tuple[tuple[str, str, str, str], ...]:
+    """vLLM's and SGLang's structural tags: ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    structures, triggers = (value.get("structures"), value.get("triggers")) if isinstance(value, dict) else (None, None)
+    if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
+        raise InvalidRequestError(f"`{param}`: structural tags need `structures` and `triggers`.", param=param)
+    return tuple(_tag(structure, triggers, param) for structure in structures)
+
+
+def _tag(structure: object, triggers: list[Any], param: str) -> tuple[str, str, str, str]:
+    fields = structure if isinstance(structure, dict) else {}
+    begin, schema, end = fields.get("begin"), fields.get("schema", {}), fields.get("end", "")
+    found = [trigger for trigger in triggers if trigger and isinstance(trigger, str) and str(begin).startswith(trigger)]
+    if not (isinstance(begin, str) and isinstance(schema, dict) and isinstance(end, str) and found):
+        message = f"`{param}`: a structure needs a `begin` that starts with a trigger, a `schema` and an `end`."
+        raise InvalidRequestError(f"{message} Given: {structure!r:.100}.", param=param)
+    return found[0], begin, json.dumps(schema), end
+
+
 def _spec(fields: Mapping[str, Any], param: str) -> StructuredOutputs:
     schema, choice = fields.get("json"), fields.get("choice")
     regex, grammar = fields.get("regex"), fields.get("grammar")
@@ -72,4 +98,5 @@ def _spec(fields: Mapping[str, Any], param: str) -> StructuredOutputs:
         choice=None if choice is None else tuple(choice),
         grammar=grammar,
         json_object=bool(fields.get("json_object")),
+        tags=None if fields.get("structural_tag") is None else _tags(fields["structural_tag"], param),
     )

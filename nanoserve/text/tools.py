@@ -1,4 +1,5 @@
-"""Tool calls in an answer, in Hermes' form: a JSON object between ``<tool_call>`` and ``</tool_call>``.
+"""Tool calls in an answer: between ``<tool_call>`` and ``</tool_call>`` a JSON object (Hermes' form, read here) or
+Qwen3-Coder's elements (read by ``xml_calls``).
 
 What is no valid call comes back as content, unchanged. That needs the whole call before any of it is shown, so a call
 is held until it is complete; only one that grows past ``STREAM_AFTER`` characters is shown as it comes, so that a long
@@ -8,9 +9,9 @@ document does not look like a stall.
 import json
 import re
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from nanoserve.text.messages import is_json_object
 from nanoserve.text.stop import partial_suffix
@@ -26,12 +27,43 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one tool call. ``id`` and ``name`` come once, with the first delta of an index."""
+    """News of one tool call. ``id`` and ``name`` come once, with the first delta of an index.
+
+    ``offset``: how many characters of the content that comes with it the model wrote before it.
+    """
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    offset: int = 0
+
+    def behind(self, content: str) -> "ToolCallDelta":
+        """The same news with more content in front of it."""
+        return replace(self, offset=self.offset + len(content)) if content else self
+
+
+class CallReader(Protocol):
+    """One call under way.
+
+    ``malformed``: it is none, and ``text`` is content. ``complete``: it ended before ``rest``, as a ``valid`` one or
+    not. ``streaming``: it is shown before it is complete. ``fragment``: arguments that were not shown yet.
+    """
+
+    text: str
+    malformed: bool
+    complete: bool
+    streaming: bool
+    valid: bool
+    name: str
+    fragment: str
+    rest: str
+
+    def read(self, text: str) -> None:
+        """Take in more text."""
+
+    def flush(self) -> None:
+        """The text ends here."""
 
 
 class ToolParser:
@@ -41,15 +73,17 @@ class ToolParser:
     after the first are dropped.
     """
 
-    def __init__(self, *, parallel: bool = True) -> None:
+    def __init__(self, *, parallel: bool = True, new_call: Callable[[], CallReader] | None = None) -> None:
         self.num_calls = 0
+        self._new_call = new_call or HermesCall
+        self._is_announced = False
         self._parallel = parallel
         self._num_shown = 0
         self._after_call = False
         self._expects_close = False
         self._held = ""
         self._lead = ""
-        self._call: _Call | None = None
+        self._call: CallReader | None = None
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """The content and the calls that became certain."""
@@ -59,10 +93,12 @@ class ToolParser:
         content = ""
         rest: str | None = text
         while rest is not None:
+            news: list[ToolCallDelta] = []
             if self._call is None:
                 shown, rest = self._read_text(rest)
             else:
-                shown, rest = self._read_call(self._call, rest, deltas)
+                shown, rest = self._read_call(self._call, rest, news)
+            deltas += [delta.behind(content) for delta in news]
             content += shown
         return content, deltas
 
@@ -73,10 +109,11 @@ class ToolParser:
         while (call := self._call) is not None and not call.streaming:
             content += self._as_content()
             more, new = self.feed(call.text)
-            content, deltas = content + more, deltas + new
+            deltas += [delta.behind(content) for delta in new]
+            content += more
         if call is not None and self._shows:
             call.flush()
-            deltas += call.take(self._num_shown)
+            deltas += [delta.behind(content) for delta in self._take(call)]
         held, self._held, self._call = self._held, "", None
         markup = self._expects_close or (self._after_call and held.isspace())
         return content + ("" if markup else held), deltas
@@ -97,7 +134,8 @@ class ToolParser:
         content, tag, rest = buffer.partition(OPEN_TAG)
         if tag:
             shown = content.rstrip()
-            self._lead, self._held, self._call = content[len(shown) :], "", _Call()
+            self._lead, self._held, self._call = content[len(shown) :], "", self._new_call()
+            self._is_announced = False
             self._after_call = self._after_call and not shown
             return shown, rest
         shown = buffer[: len(buffer) - partial_suffix(buffer, OPEN_TAG)].rstrip()
@@ -109,12 +147,23 @@ class ToolParser:
     def _shows(self) -> bool:
         return self._num_shown == 0 or self._parallel
 
-    def _read_call(self, call: "_Call", text: str, deltas: list[ToolCallDelta]) -> tuple[str, str | None]:
+    def _take(self, call: CallReader) -> list[ToolCallDelta]:
+        """The deltas of what is new about a call that may be shown."""
+        if not (call.streaming or call.complete):
+            return []
+        index, deltas = self._num_shown, []
+        if not self._is_announced:
+            deltas.append(ToolCallDelta(index, f"call_{uuid.uuid4().hex[:24]}", call.name, ""))
+        deltas += [ToolCallDelta(index, None, None, call.fragment)] if call.fragment else []
+        self._is_announced, call.fragment = True, ""
+        return deltas
+
+    def _read_call(self, call: CallReader, text: str, deltas: list[ToolCallDelta]) -> tuple[str, str | None]:
         call.read(text)
         if call.malformed:
             return self._as_content(), call.text
         if self._shows:
-            deltas += call.take(self._num_shown)
+            deltas += self._take(call)
         if not call.complete:
             return "", None
         self.num_calls += self._shows and call.valid
@@ -130,17 +179,17 @@ class ToolParser:
         return lead + OPEN_TAG
 
 
-class _Call:
+class HermesCall:
     """One call under way: a scan for the end of its object, which may lie anywhere but inside a string."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.malformed = self.complete = self.streaming = self.announces = self.valid = False
+        self.malformed = self.complete = self.streaming = self.valid = False
+        self.name = ""
         self.fragment = ""
         self.rest = ""
         self._position = self._depth = 0
         self._in_string = self._decided = False
-        self._name = ""
         self._arguments = ""
         self._arguments_start = self._arguments_end = -1
 
@@ -160,28 +209,21 @@ class _Call:
         if not self.malformed and (self.streaming or self._position >= STREAM_AFTER):
             self._stream()
 
-    def take(self, index: int) -> list[ToolCallDelta]:
-        """The deltas of what is new."""
-        first = [ToolCallDelta(index, f"call_{uuid.uuid4().hex[:24]}", self._name, "")] if self.announces else []
-        deltas = first + ([ToolCallDelta(index, None, None, self.fragment)] if self.fragment else [])
-        self.announces, self.fragment = False, ""
-        return deltas
-
     def _close(self, end: int) -> None:
         call = _parse(self.text[:end])
         if call is None:
             self.malformed = True
             return
-        self._name, self.fragment = call
-        self.announces = self.complete = self.valid = True
+        self.name, self.fragment = call
+        self.complete = self.valid = True
         self.rest = self.text[end:]
 
     def _open(self) -> None:
         self._decided = True
         opened = _parse_opening(self.text[:STREAM_AFTER])
         if opened is not None:
-            self._name, self._arguments_start = opened
-            self.streaming = self.announces = True
+            self.name, self._arguments_start = opened
+            self.streaming = True
 
     def _stream(self) -> None:
         end = self._scan(len(self.text))

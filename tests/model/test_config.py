@@ -99,7 +99,7 @@ def test_scaling_stretches_the_context() -> None:
     [
         ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
         ({"architectures": [], "model_type": "qwen2"}, "qwen2"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForTokenClassification"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),

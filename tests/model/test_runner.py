@@ -14,6 +14,7 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.plan import AdmittedState, BlockCopy, SampledTokens, ScheduledRequest, SchedulerOutput
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.model.build import LoadedModel, build
+from nanoserve.model.kernels.native import library, why_not
 from tests import checkpoints
 from tests.checkpoints import FULL_VOCAB, SMALL_VOCAB
 from tests.model.driver import Driver, Habits
@@ -109,6 +110,37 @@ def test_greedy_tokens_equal_transformers(reference: Reference, backend: str, bl
         assert [entry.logprob for entry in request.logprobs] == pytest.approx(values, abs=1e-4)
     assert driver.num_preemptions > 0 or not habits.preempt_one_in
     loaded.runner.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_answers_do_not_depend_on_the_plan_to_the_last_bit(
+    reference: Reference, dtype: str, kv_cache_dtype: str
+) -> None:
+    """Also where rounding decides: tokens and logprobs are compared exactly, in bfloat16 and with int8 KV too."""
+    if library() is None:
+        pytest.skip(why_not())
+    loaded = load(reference.folder, attention_backend="native", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    runs = []
+    for habits in (Habits(max_batch=1), Habits(), Habits(max_chunk=16, preempt_one_in=20, reuse_prefixes=True)):
+        requests = Driver(loaded, habits).run(reference.prompts, [params(logprobs=2)] * len(reference.prompts))
+        runs.append([(request.token_ids, request.logprobs) for request in requests])
+    assert runs[0] == runs[1] == runs[2]
+    loaded.runner.close()
+
+
+def test_int8_kv_stays_near_full_precision_in_half_the_memory(reference: Reference) -> None:
+    if library() is None:
+        pytest.skip(why_not())
+    prompt = max(reference.prompts, key=len)
+    whole = load(reference.folder, dtype="bfloat16")
+    small = load(reference.folder, dtype="bfloat16", kv_cache_dtype="int8")
+    with torch.inference_mode():
+        exact = reference.model(torch.tensor([prompt])).logits[0].double()
+    errors = [float((all_logits(loaded, prompt) - exact).norm() / exact.norm()) for loaded in (whole, small)]
+    assert errors[1] < 2 * errors[0] + 0.01
+    assert whole.info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 2  # layers, key and value, KV heads, head_dim, bytes
+    assert small.info.kv_bytes_per_token == 2 * 2 * 2 * (32 + 4)
 
 
 def test_seeded_samples_do_not_depend_on_the_plan(reference: Reference) -> None:

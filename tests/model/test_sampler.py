@@ -12,6 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from nanoserve.core.plan import AdmittedState, TokenLogprobs
+from nanoserve.core.request import ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.randomness import uniforms
@@ -275,3 +276,59 @@ def test_the_full_vocabulary(dtype: torch.dtype) -> None:
         assert below - 1e-6 <= draw <= above + 1e-6, (seed, settings_)
     if dtype == torch.float32:  # bfloat16 ties, so the best five have no one order
         check_logprobs(samples.logprobs[6], samples.token_ids[6], logits[6].double().log_softmax(0), 5)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "open_id", "drafts", "ends"),
+    [
+        (4, None, (), True),
+        (5, None, (), False),
+        (5, None, (8,), True),
+        (6, None, (9, 8), False),  # 9 closed them
+        (0, None, (), True),
+        (1, 7, (), True),  # thoughts began behind the 7 of the output
+        (2, 7, (), False),
+        (0, 9, (), False),  # they have not begun
+        (0, 9, (9,), False),
+    ],
+)
+def test_spent_thoughts_are_closed(num_tokens: int, open_id: int | None, drafts: tuple[int, ...], ends: bool) -> None:
+    """The output is 5, 5, 7, 20; token 9 closes thoughts."""
+    thinking = ThinkingBudget(num_tokens, 9, open_id)
+    for wanted in (params(temperature=1.0), params(temperature=0, top_k=5), params(logit_bias={9: -100})):
+        assert closes(thinking, wanted, drafts) == ends
+
+
+def closes(thinking: ThinkingBudget, wanted: SamplingParams, drafts: tuple[int, ...]) -> bool:
+    """Whether 9, which no logit favours, is chosen whatever the position, and beside a row without a budget."""
+    table = SamplingTable(2)
+    for row, budget in enumerate((thinking, None)):
+        state = AdmittedState(
+            token_ids=PROMPT + OUTPUT, num_prompt_tokens=len(PROMPT), sampling=wanted, thinking=budget
+        )
+        table.admit(row, state)
+    logits = random_logits(3, 2)
+    logits[:, 9] = -50.0
+    tokens = []
+    for position in range(8, 28):
+        batch = SampleBatch(rows=np.arange(2), positions=np.full(2, position), drafts={0: drafts})
+        chosen = Sampler(table).sample(logits.clone(), batch).token_ids
+        assert chosen[1] != 9
+        tokens.append(chosen[0])
+    assert len(set(tokens)) == 1 or 9 not in tokens
+    return tokens[0] == 9
+
+
+def test_thoughts_end_later_where_the_grammar_forbids_it_now() -> None:
+    table = SamplingTable(1)
+    state = AdmittedState(
+        token_ids=PROMPT, num_prompt_tokens=len(PROMPT), sampling=params(temperature=0), thinking=ThinkingBudget(0, 9)
+    )
+    table.admit(0, state)
+    words = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
+    words[0, 0] = 1 << 5
+    allowed = (np.arange(1), torch.from_numpy(words))
+    for expected in (5, 9):
+        batch = SampleBatch(rows=np.arange(1), positions=np.full(1, 4), allowed=allowed)
+        assert Sampler(table).sample(torch.zeros(1, VOCAB), batch).token_ids == [expected]
+        words[0, 0] |= 1 << 9

@@ -66,11 +66,12 @@ def test_prompt_logprobs_are_keyed_by_id_with_ranks() -> None:
 
 
 def test_usage_adds_up() -> None:
-    assert responses.usage(3, 4, 2) == {
+    assert responses.usage(3, 4, cached_tokens=2, reasoning_tokens=1) == {
         "prompt_tokens": 3,
         "completion_tokens": 4,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 1},
     }
 
 

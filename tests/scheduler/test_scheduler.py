@@ -1,5 +1,6 @@
 """The scheduler's edges, each test named for the bug it keeps away."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -470,3 +471,20 @@ def test_what_the_executor_says_of_one_request_ends_that_one_only() -> None:
     assert outputs["fine"].finish_reason is None
     scheduler.check_invariants()
     assert scheduler.schedule().released_request_ids == ("broken",)
+
+
+# Telemetry
+
+
+def test_a_requests_time_in_the_queue_is_told_once() -> None:
+    clock = [1000.0]
+    scheduler = Scheduler(make_config(max_num_seqs=1), clock=lambda: clock[0])
+    for name, arrival_s in (("first", 990.0), ("second", 995.0)):
+        scheduler.add(replace(make_request(name, 4, max_tokens=1), arrival_s=arrival_s))
+    told = []
+    for clock[0] in (1000.0, 1007.0, 1009.0):
+        plan = scheduler.schedule()
+        sampled = {request.request_id: SampledTokens(token_ids=(1,)) for request in plan.scheduled}
+        scheduler.update(plan, ModelRunnerOutput(step_id=plan.step_id, sampled=sampled))
+        told.append(scheduler.stats().queue_times_s)
+    assert told == [(10.0,), (12.0,), ()]

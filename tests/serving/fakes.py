@@ -4,7 +4,7 @@ it was cut, moved or resumed. And the smallest app that streams it."""
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig
@@ -83,12 +83,13 @@ def make_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     return AsyncEngine(EngineCore(FakeExecutor(), config), deliver), card
 
 
-def make_app(door: FeedDoor, scrape: Callable[[], Awaitable[bytes]], args: Any) -> Any:
+def make_app(doors: Mapping[str, FeedDoor], scrape: Callable[[], Awaitable[bytes]], args: Any) -> Any:
     """POST /generate {"prompt": [ids], "max_tokens": n, "seed": s}: a stream of data lines, one list of ids each."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI()
+    door = next(iter(doors.values()))
     counter = iter(range(10**9))
 
     @app.get("/health")

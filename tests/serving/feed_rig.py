@@ -97,6 +97,7 @@ class Log:
         self.ends: list[str] = []
         self.num_resubmits = 0
         self.num_first_tokens = 0
+        self.paces: list[float] = []
 
     def step(self, peer_id: str, stats: StepStats) -> None:
         self.steps.append((peer_id, stats))
@@ -106,6 +107,9 @@ class Log:
 
     def next_tokens(self, seconds: float) -> None:
         assert seconds >= 0
+
+    def paced(self, seconds_per_token: float) -> None:
+        self.paces.append(seconds_per_token)
 
     def finished(self, reason: str, seconds: float) -> None:
         self.ends.append(reason)

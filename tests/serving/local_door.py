@@ -72,7 +72,7 @@ class LocalDoor:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(output)
 
-    async def open(self, request: GenerateRequest) -> LocalStream:
+    async def open(self, request: GenerateRequest, model: str) -> LocalStream:
         stream = LocalStream(self, request.request_id)
         assert request.request_id not in self._streams, "request ids are unique"
         self._streams[request.request_id] = stream

@@ -42,7 +42,7 @@ class ScriptedDoor:
     opened: list[GenerateRequest] = field(default_factory=list)
     streams: list[ScriptedStream] = field(default_factory=list)
 
-    async def open(self, request: GenerateRequest) -> ScriptedStream:
+    async def open(self, request: GenerateRequest, model: str) -> ScriptedStream:
         await asyncio.sleep(0)
         if self.refusal is not None:
             raise self.refusal

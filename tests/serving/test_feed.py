@@ -35,6 +35,8 @@ async def test_streams_are_exact_and_spread_over_the_engines(rig: Rig) -> None:
     assert rig.door.num_open == 0
     assert rig.log.ends == ["length"] * 16
     assert rig.log.num_first_tokens == 16
+    assert len(rig.log.paces) == 16
+    assert all(0.002 < pace < 1 for pace in rig.log.paces), "a step takes 5 ms"
 
 
 async def test_a_slow_reader_gets_one_merged_output(rig: Rig) -> None:

@@ -94,11 +94,11 @@ async def test_all_streams_are_closed_when_one_choice_is_refused(served: ServedM
     door = ScriptedDoor([served], token_ids=[65])
     open_one = door.open
 
-    async def open_two(request: Any) -> Any:
+    async def open_two(request: Any, model: str) -> Any:
         if request.request_id.endswith("-2"):
             await asyncio.sleep(0.02)
             raise QueueFullError("The queue is full.")
-        return await open_one(request)
+        return await open_one(request, model)
 
     door.open = open_two  # type: ignore[method-assign]
     async with client_for(door) as client:

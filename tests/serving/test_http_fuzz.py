@@ -12,6 +12,7 @@ from nanoserve.serving.door import ServedModel
 from tests.serving.conftest import ClientFor
 from tests.serving.replies import events, refused, strict_json
 from tests.serving.scripted_door import ScriptedDoor
+from tests.serving.test_messages import named_events
 
 SEEDS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
@@ -31,6 +32,34 @@ SEEDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": ["hello", "again"], "max_tokens": 3, "n": 1, "echo": True, "logprobs": 1, "stop_token_ids": [7],
         "min_tokens": 0, "prompt_logprobs": 1, "ignore_eos": True, "suffix": None, "best_of": 1, "stream": False,
+    },
+    "/v1/messages": {
+        "max_tokens": 3, "system": [{"type": "text", "text": "x"}], "stream": True, "stop_sequences": ["x"],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"}, {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 1}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "42"}]},
+                {"type": "text", "text": "go on"}]},
+        ],
+        "tools": [{"name": "add", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9},
+        "metadata": {"user_id": "u"}, "output_config": {"effort": "low"}, "temperature": 0.5, "top_k": 3,
+    },
+    "/v1/responses": {
+        "instructions": "x", "max_output_tokens": 3, "stream": True, "store": True, "truncation": "auto",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "42"},
+        ],
+        "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}, "metadata": {"a": "b"},
+        "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"], "top_logprobs": 2,
     },
     "/tokenize": {"prompt": "hello", "return_token_strs": True, "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3], "skip_special_tokens": False},
@@ -71,7 +100,10 @@ async def check(response: httpx.Response) -> None:
         assert response.status_code in (400, 404), response.text
         refused(response, response.status_code)
     elif response.headers["content-type"].startswith("text/event-stream"):
-        assert events(response.content)[-1] == "[DONE]"
+        if response.content.startswith(b"event: "):
+            assert named_events(response.content)[-1]["type"] in ("message_stop", "response.completed")
+        else:
+            assert events(response.content)[-1] == "[DONE]"
     else:
         strict_json(response.content)
 
@@ -110,7 +142,8 @@ async def test_bodies_made_to_be_slow_are_answered_soon(served: ServedModel, cli
     """Two megabytes of wrong items: pydantic would list each of them."""
     many = [json.dumps(["x"] * 200_000), json.dumps([[1.5]] * 200_000), json.dumps([{}] * 200_000), "[" * 500_000]
     async with client_for(ScriptedDoor([served])) as client:
-        for field in SEEDS[path].keys() & {"prompt", "tokens", "messages", "tools", "stop", "stop_token_ids", "n"}:
+        lists = {"prompt", "tokens", "messages", "tools", "stop", "stop_token_ids", "n", "input"}
+        for field in SEEDS[path].keys() & lists:
             head = json.dumps({key: item for key, item in SEEDS[path].items() if key != field})[:-1]
             for value in many:
                 async with asyncio.timeout(10):

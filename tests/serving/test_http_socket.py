@@ -58,7 +58,7 @@ async def test_leaving_while_no_engine_has_accepted_cancels_the_opening(served: 
     door = ScriptedDoor([served])
     trace: list[str] = []
 
-    async def open_for_ever(request: GenerateRequest) -> ScriptedStream:
+    async def open_for_ever(request: GenerateRequest, model: str) -> ScriptedStream:
         trace.append("opening")
         try:
             await asyncio.Event().wait()

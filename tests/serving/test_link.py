@@ -15,7 +15,6 @@ from nanoserve.core.plan import TokenLogprobs
 from nanoserve.core.pooling import PoolingKind, PoolingParams
 from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.core.sampling import MAX_SEED, SamplingParams
-from nanoserve.serving import transport
 from nanoserve.serving.feed import FeedDoor
 from nanoserve.serving.link import LinkServer
 from nanoserve.serving.replica import EngineReplica
@@ -31,6 +30,7 @@ from nanoserve.serving.wire import (
     Submit,
     controls,
     frame,
+    merge,
     news,
     read_frame,
 )
@@ -74,19 +74,18 @@ class Lease:
 class Linked:
     """One engine, its socket, and a door that calls it."""
 
-    def __init__(self, server: LinkServer, replica: EngineReplica, address: tuple[str, int]) -> None:
+    def __init__(self, server: LinkServer, replica: EngineReplica, address: tuple[str, int], members: Any) -> None:
         self.server, self.replica, self.address = server, replica, address
         self.lease = Lease()
-        self.door = FeedDoor(SocketTransport(self.lease, "door"), QUICK, Log())
+        self.door = FeedDoor(SocketTransport(self.lease, members, "door"), QUICK, Log())
 
 
 @pytest_asyncio.fixture
-async def linked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Linked]:
+async def linked() -> AsyncIterator[Linked]:
     replica = EngineReplica(EngineArgs(max_queued_requests=8), fakes.make_engine, door_grace_s=0.2)
     server = LinkServer(replica)
     address = await server.start("127.0.0.1")
-    monkeypatch.setattr(transport, "ENGINES", Members(server, address))
-    linked = Linked(server, replica, address)
+    linked = Linked(server, replica, address, Members(server, address))
     linked.door.set_members(frozenset({"a"}))
     await until(lambda: linked.door.trouble() is None)
     yield linked
@@ -206,6 +205,7 @@ def test_news_survive_the_wire() -> None:
     assert isinstance(got, Items)
     assert got.items == [item]
     assert got.items[0].outputs[0].finish_reason is FinishReason.STOP
+    assert merge(got.items[0].outputs[2:], "v") == outputs[2]
 
 
 def test_a_queue_that_is_full_says_when_to_come_back() -> None:

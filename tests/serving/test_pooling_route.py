@@ -239,7 +239,7 @@ class CountingDoor:
     num_refused: int = 0
     streams: list[ScriptedStream] = field(default_factory=list)
 
-    async def open(self, request: GenerateRequest) -> Any:
+    async def open(self, request: GenerateRequest, model: str) -> Any:
         await asyncio.sleep(0)
         if self.num_opened >= self.num_full_after:
             self.num_refused += 1

@@ -96,7 +96,7 @@ def test_the_launch_finds_its_ways_in() -> None:
 def test_every_environment_variable_is_still_read(tmp_path: Path) -> None:
     sources = [path.read_text() for path in (SERVE_FOLDER / "_private").glob("constants*.py")]
     chosen = proxy.Proxy("HAProxy", "found", "/bin/true").environment(tmp_path)
-    names = {name for name in {**launch._RAY_ENVIRONMENT, **chosen} if name.startswith("RAY_SERVE_")}
+    names = {name for name in {**launch._ENVIRONMENT, **chosen} if name.startswith("RAY_SERVE_")}
     assert len(names) >= 10
     assert [name for name in sorted(names) if not any(f'"{name}"' in source for source in sources)] == []
 

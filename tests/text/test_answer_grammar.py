@@ -6,16 +6,34 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from nanoserve.core.sampling import StructuredOutputs
-from nanoserve.text.grammar import grammar_text, tool_call_grammar, whole_answer
+from nanoserve.text.grammar import grammar_text, strict_calls, tool_call_grammar, whole_answer, xml_call_grammar
 from nanoserve.text.policy import Thinking
 from nanoserve.text.tokenizer import Tokenizer
 from tests.text.small_tokenizer import write_tokenizer
+from tests.text.test_xml_calls import call as xml_call
 
 JSON = grammar_text(StructuredOutputs(json_object=True))
 REGEX = grammar_text(StructuredOutputs(regex="[ab]+"))
 CHOICE = grammar_text(StructuredOutputs(choice=("yes", "no")))
 ADD = {"name": "add", "parameters": {"properties": {"x": {"type": "integer"}}, "required": ["x"]}}
 CALL = tool_call_grammar([{"name": "ping"}, ADD], tag_tokens=True)
+WRITE = {
+    "name": "write",
+    "parameters": {
+        "properties": {
+            "path": {"type": "string"},
+            "n": {"$ref": "#/$defs/small"},
+            "mode": {"enum": ["a", "w"]},
+        },
+        "required": ["path"],
+        "$defs": {"small": {"type": "integer", "maximum": 9}},
+    },
+}
+XML = xml_call_grammar([{"name": "ping"}, WRITE], tag_tokens=True)
+STRICT = strict_calls(CALL)
+TAGS = grammar_text(
+    StructuredOutputs(tags=(("<f=", "<f=a>", '{"type": "integer"}', "</f>"), ("<f=", "<f=b>", '{"type": "null"}', ""))),
+)
 PING = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
 
 
@@ -46,6 +64,20 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, LLT
         ([REGEX], Thinking.AUTO, "<think></think>abba", True),
         ([CHOICE], Thinking.AUTO, "no", True),
         ([CHOICE], Thinking.AUTO, "maybe", False),
+        ([XML], Thinking.OFF, xml_call("ping"), True),
+        ([XML], Thinking.AUTO, "<think>\nhm\n</think>\n\n" + xml_call("write", path="a <b>\nc"), True),
+        ([XML], Thinking.OFF, xml_call("write", path="", n="3", mode="w"), True),
+        ([XML], Thinking.OFF, xml_call("write", n="3"), False),
+        ([XML], Thinking.OFF, xml_call("write", path="a", n="30"), False),
+        ([XML], Thinking.OFF, xml_call("write", path="a", mode="x"), False),
+        ([XML], Thinking.OFF, xml_call("ping", path="a"), False),
+        ([STRICT], Thinking.OFF, "words alone", True),
+        ([STRICT], Thinking.AUTO, f"<think>\nhm\n</think>\n\nNow.\n{PING}\n{PING}", True),
+        ([STRICT], Thinking.OFF, '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>', False),
+        ([TAGS], Thinking.OFF, "words <f=a>7</f> and <f=b>null, more", True),
+        ([TAGS], Thinking.OFF, "words <f=a>null</f>", False),
+        ([TAGS], Thinking.OFF, "words <f=c>", False),
+        ([TAGS], Thinking.AUTO, "words < f", True),
     ],
 )
 def test_answers(

@@ -40,10 +40,16 @@ def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None
         grammar_text(spec)
 
 
+def test_a_schema_that_would_take_seconds_to_compile_is_refused() -> None:
+    schema: dict[str, object] = {"anyOf": [{"properties": {f"p{index}": {} for index in range(501)}} for _ in range(2)]}
+    with pytest.raises(InvalidRequestError, match="1000 properties"):
+        grammar_text(StructuredOutputs(json=json.dumps(schema)))
+
+
 def test_exactly_one_kind_is_asked_for() -> None:
-    with pytest.raises(InvalidRequestError, match="exactly one"):
+    with pytest.raises(InvalidRequestError, match="must set one"):
         StructuredOutputs(json="{}", regex="a")
-    with pytest.raises(InvalidRequestError, match="exactly one"):
+    with pytest.raises(InvalidRequestError, match="must set one"):
         StructuredOutputs()
 
 
@@ -54,6 +60,7 @@ def test_exactly_one_kind_is_asked_for() -> None:
         StructuredOutputs(regex="[0-9]+"),
         StructuredOutputs(choice=("yes", 'a"b\\c', "日本")),
         StructuredOutputs(grammar='start: "a" | "b"'),
+        StructuredOutputs(tags=(("<a", "<a>", "{}", "</a>"),)),
     ],
 )
 def test_good_specs_give_a_grammar(spec: StructuredOutputs) -> None:

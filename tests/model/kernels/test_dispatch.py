@@ -71,6 +71,16 @@ def test_a_broken_object_is_no_crash(fresh: pytest.MonkeyPatch, tmp_path: Path) 
     assert "cannot be loaded" in dispatch._load("avx2").reason
 
 
+def test_an_object_of_other_sources_is_not_used(
+    native: Library, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(dispatch, "revision", lambda: 0)
+    fresh.setenv(dispatch.VARIABLE, "auto")
+    with caplog.at_level(logging.WARNING, "nanoserve"):
+        assert dispatch.library() is None
+    assert "compiled from other sources" in caplog.text
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_the_pool_does_every_item_once_under_concurrent_callers(native: Library, count: int) -> None:
     count_items, num_threads = native.bind("ns_count", "pl"), native.bind("ns_threads", "")()

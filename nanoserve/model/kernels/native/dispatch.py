@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.core.errors import ConfigError
-from nanoserve.model.kernels.native.build import LEVELS, object_path
+from nanoserve.model.kernels.native.build import LEVELS, object_path, revision
 from nanoserve.model.kernels.native.threads import default_threads
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NANOSERVE_CPU_ISA"
+_COMMAND = "python -m nanoserve.model.kernels.native"
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -28,6 +29,8 @@ class Library:
     def __init__(self, level: str, path: Path) -> None:
         self.level = level
         self._handle = ctypes.CDLL(str(path))
+        if self.bind("ns_revision", "")() != revision():
+            raise OSError(f"it was compiled from other sources; compile again ({_COMMAND})")
         if self.bind("ns_start", "")():
             raise OSError("the system does not let this process use the level's registers")
         self.bind("ns_set_threads", "l")(default_threads())
@@ -103,10 +106,10 @@ def _load(level: str) -> Choice:
         return Choice(None, f"the CPU has no {sorted(missing)[0]}")
     path = object_path(level)
     if not path.is_file():
-        return Choice(None, "not compiled (python -m nanoserve.model.kernels.native)")
+        return Choice(None, f"not compiled ({_COMMAND})")
     try:
         return Choice(Library(level, path), f"level {level}")
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return Choice(None, f"{path.name} cannot be loaded: {error}")
 
 
