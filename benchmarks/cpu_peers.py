@@ -305,17 +305,16 @@ def _rows(contestant: Contestant, machine: Machine, work: Work, sizes: Sizes) ->
 
 
 def _figures(traces: Sequence[Trace], items: Sequence[Item]) -> dict[str, float]:
-    """Of one run; percentiles of intervals only where there are several tokens."""
+    """Of one run: prompt tokens a second where one token is made, else output tokens and the time between them."""
     found = summary(traces)
     figures = {
         "wall": found["wall_s"],
-        "output": found["output_tokens_per_s"],
-        "prompt": sum(len(item.prompt_token_ids) for item in items) / found["wall_s"],
         "ttft_p50": found["ttft_p50_ms"],
     }
-    if items[0].num_output_tokens > 1:
-        figures |= {"itl_p50": found["itl_p50_ms"], "itl_p99": found["itl_p99_ms"]}
-    return figures
+    if items[0].num_output_tokens == 1:
+        return figures | {"prompt": sum(len(item.prompt_token_ids) for item in items) / found["wall_s"]}
+    intervals = {"itl_p50": found["itl_p50_ms"], "itl_p99": found["itl_p99_ms"]}
+    return figures | {"output": found["output_tokens_per_s"]} | intervals
 
 
 def _least_s(
