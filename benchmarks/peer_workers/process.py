@@ -124,13 +124,13 @@ def serve_nanoserve(python: Path, settings: Settings) -> Iterator[Served]:
 
 @contextmanager
 def serve_vllm(python: Path, settings: Settings) -> Iterator[Served]:
-    """``vllm serve`` with the settings of its worker."""
+    """vLLM's server with the settings of its worker; by module, as its program wants a package named vllm."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = ["--dtype", "bfloat16", "--max-model-len", str(settings.max_model_len), "--host", "127.0.0.1"]
     process = subprocess.Popen(
-        [python.with_name("vllm"), "serve", settings.folder, "--port", str(port), *flags],
+        [python, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.folder, "--port", str(port), *flags],
         env=os.environ
         | {
             "VLLM_CPU_KVCACHE_SPACE": str(max(settings.kv_bytes >> 30, 1)),
