@@ -145,18 +145,15 @@ def main() -> None:
     deadline = time.monotonic() + args.budget_s
     _ensure_checkpoint(args.model, args.shape)
     machine, work = measure(args.threads), read_work(args.model)
-    print(
-        f"floor: {machine.read / 1e9:.1f} GB/s read, {machine.bf16 / 1e9:.0f} GFLOP/s bf16, "
-        f"{machine.int8 / 1e9:.0f} GOP/s int8, {args.threads} threads",
-        flush=True,
-    )
-    rows = _machine_rows(machine)
+    contestants = list[Contestant]()
     shares = {q: share for q, share in _BUDGET_SHARES.items() if q in args.quantizations}
-    for quantization in shares:
-        left = sum(share for q, share in shares.items() if list(shares).index(q) >= list(shares).index(quantization))
-        end = time.monotonic() + (deadline - time.monotonic()) * shares[quantization] / left
-        for contestant in _compete(args, quantization, end):
-            rows += _rows(contestant, machine, work, args.sizes)
+    while shares:
+        left = sum(shares.values())
+        quantization, share = next(iter(shares.items()))
+        contestants += _compete(args, quantization, time.monotonic() + (deadline - time.monotonic()) * share / left)
+        del shares[quantization]
+        machine = machine.best(measure(args.threads))
+        rows = _machine_rows(machine) + [row for c in contestants for row in _rows(c, machine, work, args.sizes)]
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print(_table(rows))

@@ -27,6 +27,12 @@ class Machine:
     bf16: float
     int8: float
 
+    def best(self, other: "Machine") -> "Machine":
+        """What the machine gave at its quietest of two measurements."""
+        return Machine(
+            read=max(self.read, other.read), bf16=max(self.bf16, other.bf16), int8=max(self.int8, other.int8)
+        )
+
     def peak(self, quantization: str) -> float:
         return self.bf16 if quantization == "none" else self.int8
 

@@ -25,7 +25,7 @@ from benchmarks.workloads import Item
 from nanoserve import __version__
 
 _REPOSITORY = Path(__file__).parents[2]
-_LOAD_TIMEOUT_S = 300.0
+_LOAD_TIMEOUT_S = 420.0
 
 
 class WorkerFailed(Exception):
@@ -131,7 +131,12 @@ def serve_vllm(python: Path, settings: Settings) -> Iterator[Served]:
     flags = ["--dtype", "bfloat16", "--max-model-len", str(settings.max_model_len), "--host", "127.0.0.1"]
     process = subprocess.Popen(
         [python.with_name("vllm"), "serve", settings.folder, "--port", str(port), *flags],
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": str(max(settings.kv_bytes >> 30, 1))},
+        env=os.environ
+        | {
+            "VLLM_CPU_KVCACHE_SPACE": str(max(settings.kv_bytes >> 30, 1)),
+            "OMP_NUM_THREADS": str(settings.num_threads),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.num_threads - 1}",
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -17,6 +17,8 @@ class Vllm:
     def __init__(self, settings: Settings) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(settings.kv_bytes >> 30, 1))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)  # unset, it leaves one core to serving
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{settings.num_threads - 1}"
         self._vllm: Any = importlib.import_module("vllm")
         self.version: str = self._vllm.__version__
         args = self._vllm.EngineArgs(
