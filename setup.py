@@ -3,6 +3,7 @@
 They are optional: without a C++ compiler the installation succeeds, and nanoserve computes with torch alone.
 """
 
+import os
 import runpy
 from pathlib import Path
 
@@ -15,6 +16,10 @@ _BUILD = runpy.run_path(str(_FOLDER / "build.py"))
 
 class BuildKernels(build_ext):
     """One shared object a level, by the command that ``build.py`` gives."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # loaded by ctypes, so any Python can use it

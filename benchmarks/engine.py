@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -59,7 +60,7 @@ def _arguments() -> argparse.Namespace:
 def _engines(args: argparse.Namespace) -> dict[str, Runner]:
     if args.url:
         return {"nanoserve over HTTP": lambda items: asyncio.run(over_http(args.url, items))}
-    engines: dict[str, Runner] = {"nanoserve": Offline(args.model, args.dtype).run}
+    engines: dict[str, Runner] = {"nanoserve": Offline(EngineArgs(model=args.model, dtype=args.dtype)).run}
     if args.peer == "transformers":
         import torch
 
@@ -74,17 +75,18 @@ def _engines(args: argparse.Namespace) -> dict[str, Runner]:
 class Offline:
     """The engine in this process: every request at once, stepped until all are done, prefix cache cold for each run."""
 
-    def __init__(self, model: str, dtype: str) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         from nanoserve.model.build import build
 
-        self._loaded = build(EngineArgs(model=model, dtype=dtype, max_num_seqs=256))
+        self._loaded = build(replace(args, max_num_seqs=256))
         self._run = 0
 
-    def run(self, items: Sequence[Item]) -> list[Trace]:
+    def run(self, items: Sequence[Item], *, prefix_cache: bool = True) -> list[Trace]:
         from nanoserve.engine.core import EngineCore
 
         self._run += 1
-        core = EngineCore(self._loaded.runner, self._loaded.scheduler, cache_salt=str(self._run))
+        scheduling = replace(self._loaded.scheduler, enable_prefix_caching=prefix_cache)
+        core = EngineCore(self._loaded.runner, scheduling, cache_salt=str(self._run))
         times: dict[str, list[float]] = {}
         start = time.perf_counter()
         for index, item in enumerate(items):

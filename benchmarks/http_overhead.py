@@ -25,6 +25,7 @@ import httpx
 from benchmarks.engine import Offline, over_http, stream
 from benchmarks.report import Trace, percentile, summary, table, write
 from benchmarks.workloads import Item, Workload
+from nanoserve.core.config import EngineArgs
 
 PAUSE_S = 0.05
 
@@ -41,7 +42,7 @@ def main() -> None:
     many = Workload(
         num_requests=args.streams, input_tokens=(16, 64), output_tokens=(args.tokens, args.tokens), seed=2
     ).items()
-    offline = Offline(args.model, "auto")
+    offline = Offline(EngineArgs(model=args.model))
     offline.run(single[:4])
     direct_ms = [_paused_ttft_ms(offline, item) for item in single]
     del offline

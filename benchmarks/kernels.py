@@ -1,42 +1,58 @@
-"""Times the linear layers of a Qwen3 shape, plain against packed, at a few numbers of rows.
+"""Times the linear layers of a Qwen3 shape and states each as a share of what this machine gives in the same run.
 
-    python -m benchmarks.kernels [--shape 0.6b] [--rows 1 16 512] [--threads 2]
+    python -m benchmarks.kernels [--shape 0.6b] [--rows 1 16 1024] [--quantization none int8 int4] [--threads 2]
 
-Seconds are this thread's own CPU time when --threads is 1 (other processes do not count), else the wall clock's.
+The floor of a product is the longer of reading its weight at the measured bandwidth and computing at the measured peak
+(torch's bfloat16 product of a good shape; twice that for 8-bit operands). Weights rotate over enough copies that no
+cache holds them. Also the choice of tokens for 16 rows of 151,936 logits. Writes benchmarks/results/kernels.json.
 """
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.make_checkpoint import SHAPES, Shape
-from nanoserve.model.quant.none import NoQuantization
+from benchmarks.report import table, write
+from nanoserve.model.choice import Settings
+from nanoserve.model.kernels.native import Library, library, memory, why_not
+from nanoserve.model.native_choice import NativeChoice
+from nanoserve.model.quant import LINEAR_METHODS, linear_method
+
+_ROTATED_BYTES = 200 << 20
+_VOCAB = 151_936
 
 
 def main() -> None:
-    """The command line; prints a markdown table of the best of several calls."""
+    """The command line; prints a markdown table of medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512])
+    parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if isinstance(s, Shape)], default="0.6b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 1024])
+    parser.add_argument("--quantization", nargs="+", choices=LINEAR_METHODS, default=list(LINEAR_METHODS))
+    parser.add_argument("--layers", nargs="+", default=["gate_up", "down"], help="of qkv, o, gate_up, down")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    native = library()
+    if native is None:
+        parser.error(f"there are no native kernels: {why_not()}")
     torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
-    print("| layer | rows | F.linear us | packed us | ratio |\n|---|---|---|---|---|")
+    native.set_threads(args.threads)
     with torch.inference_mode():
-        for name, (in_features, out_features) in linears(SHAPES[args.shape]).items():
-            weight = torch.randn(out_features, in_features).bfloat16()
-            packed = NoQuantization().prepare(weight, None)
-            for rows in args.rows:
-                x = torch.randn(rows, in_features).bfloat16()
-                plain_us = best_us(partial(functional.linear, x, weight), clock)
-                packed_us = best_us(partial(packed, x), clock)
-                print(f"| {name} | {rows} | {plain_us:.0f} | {packed_us:.0f} | {plain_us / packed_us:.2f} |")
+        floor = {"read_GB/s": bandwidth(native) / 1e9, "bf16_GFLOP/s": peak() / 1e9}
+        rows: dict[str, dict[str, float]] = {}
+        shapes = linears(SHAPES[args.shape])
+        for layer in args.layers:
+            for name in args.quantization:
+                rows |= measure(layer, shapes[layer], name, args.rows, floor)
+        choices = {name: {"ms": choice_ms(native, **given)} for name, given in _CHOICES.items()}
+    print(table({native.level: floor}), table(rows), table(choices), sep="\n\n")
+    record = {"shape": args.shape, "threads": args.threads, "floor": floor, "linears": rows, "choices": choices}
+    print(f"written: {write('kernels', record).name}")
 
 
 def linears(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -50,14 +66,70 @@ def linears(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def best_us(call: Callable[[], Tensor], clock: Callable[[], float], repeat: int = 15) -> float:
-    """Microseconds of the fastest of ``repeat`` calls."""
-    times = []
-    for _ in range(repeat):
-        start = clock()
-        call()
-        times.append(clock() - start)
-    return min(times) * 1e6
+def measure(
+    layer: str, size: tuple[int, int], name: str, row_counts: Sequence[int], floor: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Microseconds and share of the floor for each number of rows."""
+    in_features, out_features = size
+    weight = torch.randn(out_features, in_features).bfloat16()
+    one = linear_method(name).prepare(weight, None)
+    copies = [one] + [linear_method(name).prepare(weight, None) for _ in range(_ROTATED_BYTES // one.weight_bytes)]
+    rows = {}
+    for count in row_counts:
+        x = torch.randn(count, in_features).bfloat16()
+        us = median_us([partial(linear, x) for linear in copies])
+        read_us = one.weight_bytes / floor["read_GB/s"] / 1e3
+        speed = floor["bf16_GFLOP/s"] * (1 if name == "none" else 2)
+        compute_us = 2 * count * in_features * out_features / speed / 1e3
+        share = max(read_us, compute_us) / us
+        rows[f"{layer} {name} {count} rows"] = {"us": us, "share_of_floor": share, "GB/s": one.weight_bytes / us / 1e3}
+    return rows
+
+
+def bandwidth(native: Library) -> float:
+    """Bytes a second that the threads read from huge pages; the best of several passes over more than any cache."""
+    words = memory.zeros((512 << 18,), torch.int32).fill_(1)
+    read = native.bind("ns_read", "pl")
+    return words.nbytes / best_s(partial(read, words.data_ptr(), len(words)))
+
+
+def peak() -> float:
+    """bfloat16 operations a second of torch's own product, at a shape that suits it."""
+    x, weight = torch.randn(1024, 2048).bfloat16(), torch.randn(4096, 2048).bfloat16()
+    return 2 * 1024 * 2048 * 4096 / best_s(partial(functional.linear, x, weight))
+
+
+_CHOICES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "unfiltered": {},
+    "top_k 20, top_p 0.95": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "top_p 0.95": {"top_p": 0.95},
+}
+
+
+def choice_ms(native: Library, **given: float) -> float:
+    """Milliseconds for the tokens of 16 rows, peaked as a language model's are."""
+    logits = (torch.randn(16, _VOCAB) * 2).bfloat16()
+    logits[torch.arange(16), torch.arange(16) * 99] = 18.0
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "log_min_p": -np.inf, "uniform": 0.5} | given
+    columns = {key: np.full(16, value, np.int64 if key == "top_k" else float) for key, value in values.items()}
+    choose = partial(NativeChoice(native), logits, Settings(**columns))
+    return median_us([choose]) / 1e3
+
+
+def median_us(calls: Sequence[Callable[[], object]], repeat: int = 24) -> float:
+    """Microseconds of the median of ``repeat`` calls, taken from ``calls`` in turn."""
+    return statistics.median(seconds(calls[i % len(calls)]) for i in range(repeat)) * 1e6
+
+
+def best_s(call: Callable[[], object], repeat: int = 8) -> float:
+    return min(seconds(call) for _ in range(repeat))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m benchmarks.moe [--shape moe] [--rows 1 16 512] [--threads 2] [--repeat 9]
 Both get the same input and weights, in turns; figures are medians. Milliseconds are this thread's own CPU time when
---threads is 1 (other processes do not count), else the wall clock's. Writes benchmarks/results/moe.json.
+--threads is 1 (other processes do not count), else the wall clock's. Writes benchmarks/results/moe.json
+(moe_int8.json and so on for other ways to store the experts).
 """
 
 import argparse
@@ -59,7 +60,8 @@ def main() -> None:
     rows = {f"{count} tokens": compare(layers, shape, count, args.repeat, clock) for count in args.rows}
     print(table(rows))
     record = {"shape": args.shape, "quantization": args.quantization, "threads": args.threads, "layers": rows}
-    print(f"written: {write('moe', record).name}")
+    name = "moe" if args.quantization == "none" else f"moe_{args.quantization}"
+    print(f"written: {write(name, record).name}")
 
 
 def make_layer(shape: MoEShape, method: LinearMethod, kernels: Kernels) -> SparseMoE:

@@ -1,12 +1,12 @@
-"""A Qwen3 of any shape that writes a chosen text at the full cost of its size: what it says is no matter of chance.
+"""A Qwen3 of any shape that writes chosen texts at the full cost of its size: what it says is no matter of chance.
 
-After ``trigger`` each next token is a function of the last two. Layer 0's attention looks one position back and lays
+After a trigger each next token is a function of the last two. Layer 0's attention looks one position back and lays
 that token's code beside the current one's; a token's output row is the sum of the two codes that come before it. All
 other layers compute as much as ever and add nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,24 +19,26 @@ _NORM = 5.0  # sharpens attention until it looks at one position
 _NUM_FREQUENCIES = 4
 
 
-def scripted(shape: Shape, token_ids: Sequence[int], *, trigger: int, seed: int = 0) -> tuple[Shape, dict[str, Tensor]]:
-    """The shape (its embeddings untied) and weights that answer ``trigger`` with ``token_ids``, then those again.
+def scripted(shape: Shape, scripts: Mapping[int, Sequence[int]], *, seed: int = 0) -> tuple[Shape, dict[str, Tensor]]:
+    """The shape (its embeddings untied) and weights that answer each trigger with its script, over and over.
 
-    ``token_ids`` must differ from each other and from ``trigger``, and be fewer than half of the hidden size.
+    Triggers and scripted tokens must all differ, and be fewer than half of the hidden size.
     """
     shape = replace(shape, tie_word_embeddings=False)
     half = shape.hidden_size // 2
-    assert len(set(token_ids) | {trigger}) == len(token_ids) + 1 < half - 1, "the tokens cannot be told apart"
+    ids = [token_id for trigger, script in scripts.items() for token_id in (trigger, *script)]
+    assert len(set(ids)) == len(ids) < half - 1, "the tokens cannot be told apart"
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.linalg.qr(torch.randn(half - 1, half - 1, generator=generator))[0][: len(token_ids) + 1]
+    codes = torch.linalg.qr(torch.randn(half - 1, half - 1, generator=generator))[0].bfloat16()
+    code_of = dict(zip(ids, codes, strict=False))
     weights = random_weights(shape, seed)
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")) or name in _WRITTEN:
             weight.zero_()
-    ids = [*token_ids, trigger]
     weights["model.embed_tokens.weight"][:, -1] = 1.0
-    weights["model.embed_tokens.weight"][ids, : half - 1] = codes.bfloat16()
-    _write_successors(weights["lm_head.weight"], ids, codes, half)
+    weights["model.embed_tokens.weight"][ids, : half - 1] = codes[: len(ids)]
+    for trigger, script in scripts.items():
+        _write_successors(weights["lm_head.weight"], trigger, script, code_of)
     _write_look_back(weights, shape)
     return shape, weights
 
@@ -46,15 +48,14 @@ _WRITTEN = frozenset(
 )
 
 
-def _write_successors(lm_head: Tensor, ids: Sequence[int], codes: Tensor, half: int) -> None:
-    count = len(ids) - 1
-    for place, token_id in enumerate(ids[:-1]):
-        before = (place - 1) % count
-        lm_head[token_id, : half - 1] += codes[before].bfloat16()
-        lm_head[token_id, half : 2 * half - 1] += codes[(place - 2) % count].bfloat16()
+def _write_successors(lm_head: Tensor, trigger: int, script: Sequence[int], code_of: Mapping[int, Tensor]) -> None:
+    size, half = len(code_of[trigger]), lm_head.shape[1] // 2
+    for place, token_id in enumerate(script):
+        lm_head[token_id, :size] += code_of[script[place - 1]]
+        lm_head[token_id, half : half + size] += code_of[script[place - 2]]
     # Before the trigger anything may stand, so its two successors rest on what is the same.
-    lm_head[ids[0], : half - 1] += 2 * codes[-1].bfloat16()
-    lm_head[ids[1], half : 2 * half - 1] += codes[-1].bfloat16()
+    lm_head[script[0], :size] += 2 * code_of[trigger]
+    lm_head[script[1], half : half + size] += code_of[trigger]
 
 
 def _write_look_back(weights: dict[str, Tensor], shape: Shape) -> None:

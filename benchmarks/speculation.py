@@ -1,8 +1,8 @@
 """What speculation by n-gram lookup gains on texts that repeat themselves, and costs on those that do not.
 
-    python -m benchmarks.speculation [--shape 0.6b] [--repeat 5] [--threads 2]
+    python -m benchmarks.speculation [--shape 0.6b] [--layers 28] [--repeat 5] [--threads 2]
 
-A model of the shape's full cost writes scripted texts (``benchmarks/scripted.py``): ``edit`` gives a prompt of 240
+A model of the shape's full cost writes scripted texts (``benchmarks/scripted.py``): ``edit`` gives a prompt of 200
 tokens back with every 20th changed, ``loop`` repeats a quarter as many, ``fresh`` never repeats anything. One stream
 each, with and without speculation in turns; the answers must be equal. Seconds are this thread's own CPU time when
 --threads is 1 (other processes do not count), else the wall clock's. Writes benchmarks/results/speculation.json.
@@ -31,12 +31,10 @@ from nanoserve.model.build import LoadedModel, build
 
 Clock = Callable[[], float]
 
-_TRIGGER = 198
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What is asked, what the model is made to answer (over and over), and how much of that is wanted."""
+    """A prompt whose last token triggers the script, the script that is answered over and over, and how much of it."""
 
     prompt_token_ids: tuple[int, ...]
     script: tuple[int, ...]
@@ -44,39 +42,40 @@ class Text:
 
 
 def texts(num_tokens: int, seed: int = 0) -> dict[str, Text]:
-    ids = random.Random(seed).sample(range(1000, 8000), 3 * num_tokens)
-    original, others, fresh = (tuple(ids[i * num_tokens : (i + 1) * num_tokens]) for i in range(3))
+    ids = random.Random(seed).sample(range(1000, 8000), 4 * num_tokens)
+    original, others, fresh, loop = (tuple(ids[i * num_tokens : (i + 1) * num_tokens]) for i in range(4))
     edited = tuple(others[i] if i % 20 == 10 else token_id for i, token_id in enumerate(original))
     return {
-        "edit": Text(prompt_token_ids=(*original, _TRIGGER), script=edited, num_output_tokens=num_tokens),
-        "loop": Text(
-            prompt_token_ids=(*others, _TRIGGER), script=original[: num_tokens // 4], num_output_tokens=num_tokens
-        ),
-        "fresh": Text(prompt_token_ids=(*others, _TRIGGER), script=fresh, num_output_tokens=num_tokens),
+        "edit": Text(prompt_token_ids=(*original, 198), script=edited, num_output_tokens=num_tokens),
+        "loop": Text(prompt_token_ids=(*others, 199), script=loop[: num_tokens // 4], num_output_tokens=num_tokens),
+        "fresh": Text(prompt_token_ids=(*others, 200), script=fresh, num_output_tokens=num_tokens),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--tokens", type=int, default=240, help="of a prompt, and of an answer")
+    parser.add_argument("--layers", type=int, help="cut the shape to so many layers")
+    parser.add_argument("--tokens", type=int, default=200, help="of a prompt, and of an answer")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
     args = parser.parse_args()
     clock = time.thread_time if args.threads == 1 else time.perf_counter
+    shape = replace(SHAPES[args.shape], num_hidden_layers=args.layers or SHAPES[args.shape].num_hidden_layers)
+    asked = texts(min(args.tokens, (shape.hidden_size // 2 - 8) * 4 // 9))
+    with TemporaryDirectory(dir=args.folder) as folder:
+        scripts = {text.prompt_token_ids[-1]: text.script for text in asked.values()}
+        write_checkpoint(*scripted(shape, scripts), Path(folder))
+        loaded = build(EngineArgs(model=folder, max_model_len=1024, max_num_seqs=4, num_threads=args.threads))
     rows = {}
-    for name, text in texts(min(args.tokens, SHAPES[args.shape].hidden_size // 2 - 4)).items():
-        with TemporaryDirectory(dir=args.folder) as folder:
-            shape, weights = scripted(SHAPES[args.shape], text.script, trigger=_TRIGGER)
-            write_checkpoint(shape, weights, Path(folder))
-            del weights
-            loaded = build(EngineArgs(model=folder, max_model_len=1024, max_num_seqs=4, num_threads=args.threads))
+    for name, text in asked.items():
         rows[name] = compare(loaded, text, args.num_speculative_tokens, args.repeat, clock)
-        print(f"{name}: {rows[name]['speedup']:.2f} times as fast")
+        print(f"{name}: {rows[name]['speedup']:.2f} times as fast", flush=True)
     print(table(rows))
-    print(f"written: {write('speculation', {'shape': args.shape, 'threads': args.threads, 'texts': rows}).name}")
+    record = {"shape": args.shape, "layers": shape.num_hidden_layers, "threads": args.threads, "texts": rows}
+    print(f"written: {write('speculation', record).name}")
 
 
 def compare(loaded: LoadedModel, text: Text, num_drafts: int, repeat: int, clock: Clock) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """``nanoserve bench`` on an engine in this process and on the service's own HTTP app."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -57,6 +58,16 @@ async def test_a_service_over_http(rig: Rig, serve: Serve) -> None:
     gone = HttpTarget(httpx.URL(f"http://127.0.0.1:{port}"), {}, "team/case")
     assert "connection" in (await open_loop(gone, workload.items()[:1], [0.0]))[0].error
     await gone.close()
+
+
+async def test_the_command_on_a_service(rig: Rig, serve: Serve, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    async with serve(rig.sens()) as service, listening(build_app(service.door, HttpConfig())) as port:
+        words = ["bench", "--url", f"http://127.0.0.1:{port}/v1", *SMALL, "--rate", "100", "--output", str(output)]
+        assert await asyncio.to_thread(main, words) == 0
+    record = json.loads(output.read_text())
+    assert (record["num_done"], record["num_failed"], record["loop"]) == (6, 0, {"rate": "100.0"})
+    assert record["about"]["model"] == "team/case"
 
 
 async def counted(*events: dict[str, Any]) -> list[int]:

@@ -113,8 +113,8 @@ def _target(options: argparse.Namespace) -> "tuple[HttpTarget | EngineTarget, di
 
     if options.url:
         client, model = connect(options.url, options.model, options.api_key or os.environ.get("NANOSERVE_API_KEY"))
-        with client:
-            return HttpTarget(client.base_url, client.headers, model), {"url": options.url, "model": model}
+        client.close()
+        return HttpTarget(client.base_url, client.headers, model), {"url": options.url, "model": model}
     engine = EngineTarget({name: value for name, value in engine_settings(options).items() if name != "seed"})
     return engine, {"model": engine.info.name, "engine": asdict(engine.info)}
 

@@ -6,6 +6,7 @@ coroutine is cancelled, and the ``finally`` blocks inside it give everything bac
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class ReaderTooSlowError(Exception):
+    """The client has taken nothing for too long; what waits for it is bounded by the answer, but not the time."""
+
+
 class JsonWriter:
     """Sends one JSON body, once it is known."""
 
@@ -75,8 +80,10 @@ class JsonWriter:
 class EventWriter:
     """Sends events. The status line leaves with the first one, so that a failure before it still has its own status."""
 
-    def __init__(self, send: Send, *, idle_s: float, ping: bytes = PING) -> None:
+    def __init__(self, send: Send, *, idle_s: float, stall_s: float = math.inf, ping: bytes = PING) -> None:
         self._send = send
+        self._stall_s = stall_s
+        self._num_waiting = 0  # writes that the client has not taken; several choices share a stream
         self._idle_s = idle_s
         self._ping = ping
         self._last_s = asyncio.get_running_loop().time()
@@ -84,15 +91,24 @@ class EventWriter:
         self.started = False
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
+        self._last_s = self._clock()
+        self._num_waiting += 1
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        self._last_s = self._clock()
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        self._num_waiting -= 1
 
     async def ping(self) -> None:
-        """A sign of life when nothing was sent for a while, so that nobody gives up on a slow first token."""
-        if self._clock() - self._last_s >= self._idle_s:
+        """Called now and then: a sign of life after a silence, so that nobody gives up on a slow first token.
+
+        Raises:
+            ReaderTooSlowError: a write has waited for too long.
+        """
+        silent_s = self._clock() - self._last_s
+        if self._num_waiting and silent_s >= self._stall_s:
+            raise ReaderTooSlowError
+        if not self._num_waiting and silent_s >= self._idle_s:
             await self.write(self._ping)
 
 
@@ -113,20 +129,33 @@ class JsonAnswer(Response):
 class EventAnswer(Response):
     """A stream of events: ``produce`` writes them.
 
+    A client that takes nothing for ``stall_s`` seconds is dropped: the response is left unfinished, which makes the
+    server close its connection.
+
     A fault before the first event keeps its status; after it, it is an event, and the stream ends without ``[DONE]``.
     """
 
     def __init__(
-        self, produce: Callable[[EventWriter], Awaitable[None]], *, idle_s: float, style: StreamStyle = OPENAI_STYLE
+        self,
+        produce: Callable[[EventWriter], Awaitable[None]],
+        *,
+        idle_s: float,
+        stall_s: float = math.inf,
+        style: StreamStyle = OPENAI_STYLE,
     ) -> None:
         self._produce = produce
         self._idle_s = idle_s
+        self._stall_s = stall_s
         self._style = style
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, idle_s=self._idle_s, ping=self._style.ping)
-        await until_gone(self._told(writer), receive, idle_s=self._idle_s / 4, on_idle=writer.ping)
+        writer = EventWriter(send, idle_s=self._idle_s, stall_s=self._stall_s, ping=self._style.ping)
+        idle_s = min(self._idle_s, self._stall_s) / 4
+        try:
+            await until_gone(self._told(writer), receive, idle_s=idle_s, on_idle=writer.ping)
+        except ReaderTooSlowError:
+            logger.warning("dropped a stream that was not read request_id=%s", scope.get("request_id"))
 
     async def _told(self, writer: EventWriter) -> None:
         try:

@@ -62,8 +62,9 @@ class HttpConfig:
     """What an operator may set about the front door.
 
     ``cors_origins`` empty: no CORS headers, browsers of other origins are refused; ``("*",)``: all are let in.
-    ``ping_s``: after so much silence a stream sends a comment. ``max_stored_responses`` and ``max_stored_bytes``: how
-    many of ``/v1/responses`` are remembered for ``previous_response_id``.
+    ``ping_s``: after so much silence a stream sends a comment; ``stall_s``: after so long a client that does not read
+    is dropped. ``max_stored_responses`` and ``max_stored_bytes``: how many of ``/v1/responses`` are remembered for
+    ``previous_response_id``.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class HttpConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_s: float = 60.0
     ping_s: float = 10.0
+    stall_s: float = 60.0
     max_stored_responses: int = 1000
     max_stored_bytes: int = 64 * 1024 * 1024
 
@@ -218,7 +220,7 @@ class Routes:
     def _answer(self, work: Work, *, stream: bool, style: StreamStyle = OPENAI_STYLE) -> Response:
         if not stream:
             return JsonAnswer(work.reply)
-        return EventAnswer(work.stream, idle_s=self._config.ping_s, style=style)
+        return EventAnswer(work.stream, idle_s=self._config.ping_s, stall_s=self._config.stall_s, style=style)
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)

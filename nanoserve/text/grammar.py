@@ -28,7 +28,7 @@ def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") 
     """
     try:
         return _checked(spec)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:500]
         raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param) from None
 

@@ -64,7 +64,7 @@ def _tags(value: object, param: str) -> tuple[tuple[str, str, str, str], ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
     structures, triggers = (value.get("structures"), value.get("triggers")) if isinstance(value, dict) else (None, None)
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):

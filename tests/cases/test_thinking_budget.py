@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoserve.core.config import EngineArgs
+from nanoserve.core.request import GenerateRequest, ThinkingBudget
+from nanoserve.core.sampling import SamplingParams
+from nanoserve.engine.core import EngineCore
+from nanoserve.model.build import build
 from tests.cases.conftest import Serve
 from tests.cases.rig import Rig
 
@@ -54,6 +60,31 @@ async def test_company_and_preemption_do_not_move_the_end(rig: Rig, thinker: Pat
         together = await asyncio.gather(*[service.chat(**body) for body in bodies])
         assert service.door.stats.num_preemptions_total > 0
     assert [ids_of(reply) for reply in together] == alone
+
+
+def test_another_engine_goes_on_counting_where_the_first_one_died(rig: Rig) -> None:
+    loaded = build(EngineArgs(model=str(rig.sens()), dtype="float32", kv_cache_memory="8MiB", max_model_len=256))
+    core = EngineCore(loaded.runner, loaded.scheduler)
+    sampling = SamplingParams(max_tokens=24, seed=3, temperature=1.0, logit_bias={7: -100})
+    request = GenerateRequest(
+        request_id="whole", prompt_token_ids=(5, 6, 8), sampling=sampling, thinking=ThinkingBudget(9, close_id=7)
+    )
+
+    def answer(request: GenerateRequest) -> tuple[int, ...]:
+        core.add(request)
+        outputs = [output for _ in range(60) if core.has_work for output in core.step().outputs]
+        return tuple(token_id for output in outputs for token_id in output.new_token_ids)
+
+    whole = answer(request)
+    assert whole.index(7) == 9
+    for num_done in (1, 8, 9, 10, 15):
+        moved = replace(
+            request,
+            request_id=f"moved-{num_done}",
+            prompt_token_ids=(5, 6, 8, *whole[:num_done]),
+            num_prior_output_tokens=num_done,
+        )
+        assert answer(moved) == whole[num_done:]
 
 
 async def test_a_form_is_kept_after_thoughts_that_were_cut(rig: Rig, thinker: Path, serve: Serve) -> None:

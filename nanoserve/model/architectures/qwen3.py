@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoserve.model.attention.base import AttentionBackend
 from nanoserve.model.config import ModelConfig
-from nanoserve.model.kernels.base import Kernels
+from nanoserve.model.kernels.base import Kernels, LayerParts, Stack
 from nanoserve.model.layers.attention import Attention
 from nanoserve.model.layers.embedding import Embedding
 from nanoserve.model.layers.linear import Linear
@@ -65,6 +65,23 @@ class DecoderLayer:
         self.self_attn.prepare()
         self.mlp.prepare()
 
+    def parts(self) -> LayerParts | None:
+        """For an operation that runs whole layers, after :meth:`prepare`; None where the feed-forward is not dense."""
+        if not isinstance(self.mlp, GatedMLP):
+            return None
+        norms = self.self_attn.norms
+        return LayerParts(
+            input_norm=self.input_layernorm.weight,
+            post_norm=self.post_attention_layernorm.weight,
+            q_norm=norms.q,
+            k_norm=norms.k,
+            eps=norms.eps,
+            qkv=self.self_attn.qkv_proj.prepared,
+            o=self.self_attn.o_proj.prepared,
+            gate_up=self.mlp.gate_up_proj.prepared,
+            down=self.mlp.down_proj.prepared,
+        )
+
     def __call__(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, kv: Tensor, metadata: object
     ) -> Tensor:
@@ -101,6 +118,8 @@ class Qwen3ForCausalLM:
         self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
         if self._tied:
             self.lm_head.share(self.embed_tokens)
+        self._kernels, self._backend = kernels, backend
+        self._stack: Stack | None = None
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
 
     @staticmethod
@@ -122,11 +141,20 @@ class Qwen3ForCausalLM:
         for layer in self.layers:
             layer.prepare()
         self.lm_head.prepare()
+        self.fuse()
+
+    def fuse(self) -> None:
+        """Lets the kernels run all layers as one operation where they can, after the layers were prepared."""
+        parts = [layer.parts() for layer in self.layers]
+        dense = [part for part in parts if part is not None]
+        self._stack = self._kernels.fuse(dense, self._backend) if len(dense) == len(parts) else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
         x = self.embed_tokens(token_ids)
         cos, sin = self._rotary(positions)
+        if self._stack is not None:
+            return self._stack(x, cos, sin, kv_layers, metadata)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             delta = layer(x, delta, cos, sin, kv, metadata)

@@ -31,6 +31,7 @@ class _Headless:
     def prepare(self) -> None:
         for layer in self._body.layers:
             layer.prepare()
+        self._body.fuse()
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Sequence[Tensor], metadata: object) -> Tensor:
         """As ``Qwen3ForCausalLM.forward``."""

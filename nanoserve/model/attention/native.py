@@ -64,7 +64,7 @@ class NativeAttention:
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
             spec.dtype == torch.bfloat16, self._is_int8, 0,
         )  # fmt: skip
-        self._shape_address = ctypes.addressof(self._shape)
+        self.shape_address = ctypes.addressof(self._shape)
         kernels = _kernels()
         self._store = kernels.bind("ns_store_kv", "ppplplp")
         self._attend = kernels.bind("ns_attention", "ppplpp")
@@ -105,7 +105,7 @@ class NativeAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, metadata: _Metadata) -> Tensor:
         q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
-        shape, batch, layer = self._shape_address, metadata.address, kv.data_ptr()
+        shape, batch, layer = self.shape_address, metadata.address, kv.data_ptr()
         self._store(shape, batch, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), layer)
         self._attend(shape, batch, q.data_ptr(), q.stride(0), layer, out.data_ptr())
         return out
@@ -116,7 +116,7 @@ class NativeAttention:
         assert qkv.is_contiguous(), "the kernel reads whole rows"
         out = torch.empty(len(qkv), self._spec.num_heads * self._spec.head_dim, dtype=qkv.dtype)
         self._attend_merged(
-            self._shape_address, metadata.address, qkv.data_ptr(), norms.q.data_ptr(), norms.k.data_ptr(), norms.eps,
+            self.shape_address, metadata.address, qkv.data_ptr(), norms.q.data_ptr(), norms.k.data_ptr(), norms.eps,
             cos.data_ptr(), sin.data_ptr(), kv.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out

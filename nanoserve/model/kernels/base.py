@@ -1,8 +1,33 @@
 """The seam between layers and the fused operations that they are made of."""
 
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """What a dense decoder layer is made of: norm weights, and linear layers in their final form."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    eps: float
+    qkv: object
+    o: object
+    gate_up: object
+    down: object
+
+
+class Stack(Protocol):
+    """All layers of a network as one operation."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_layers: Iterable[Tensor], metadata: Any) -> Tensor:
+        """Runs ``x`` [num_tokens, hidden_size] through the layers, possibly in place, and stores KV."""
+        ...
 
 
 class Kernels(Protocol):
@@ -25,4 +50,8 @@ class Kernels(Protocol):
 
         ``rows`` [num_rows, size]; ``places`` int64 and ``weights`` float32 [num_tokens, num_chosen].
         """
+        ...
+
+    def fuse(self, layers: Sequence[LayerParts], backend: object) -> Stack | None:
+        """The layers with their attention ``backend`` as one operation; None: run them one by one."""
         ...

@@ -3,9 +3,13 @@
 All of them keep the dtype of their first argument and accumulate in float32 at least.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from nanoserve.model.kernels.base import LayerParts
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,3 +49,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     for place, weight in zip(places.T, weights.T, strict=True):
         total.addcmul_(rows[place].float(), weight[:, None])
     return total.to(rows.dtype)
+
+
+def fuse(layers: Sequence[LayerParts], backend: object) -> None:
+    """Torch has no operation for whole layers."""

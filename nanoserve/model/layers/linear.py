@@ -51,6 +51,11 @@ class Linear:
             self._embedding.serve_from(self._prepared.rows)
 
     @property
+    def prepared(self) -> PreparedLinear:
+        """The weight in its final form, after :meth:`prepare`."""
+        return self._prepared
+
+    @property
     def weight_bytes(self) -> int:
         return self._prepared.weight_bytes
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.model.kernels.native import Library, library, memory
+from nanoserve.model.kernels.native.stack import LinearWeight
 from nanoserve.model.quant.base import PreparedLinear
 from nanoserve.model.quant.experts import PreparedExperts, SeparateExperts, check_rows
 
@@ -52,7 +53,7 @@ class NativeIntegerLinear:
         padded = native.bind("ns_padded", "l")(out_features)
         self._multiply = native.bind(f"ns_linear_{name}", "plpppppl" + "lll")
         self._gather = native.bind(f"ns_gather_{name}", "plpppl")
-        self._bias, self._dtype = bias, weight.dtype
+        self._bits, self._bias, self._dtype = bits, bias, weight.dtype
         self._packed = memory.zeros((native.bind(f"ns_int{bits}_bytes", "ll")(*weight.shape),), torch.uint8)
         self._scales = torch.empty(padded, dtype=torch.float32)
         self._sums = torch.empty(padded, dtype=torch.int32)
@@ -75,6 +76,18 @@ class NativeIntegerLinear:
             y.data_ptr(), out_features, x.shape[0], out_features, in_features,
         )  # fmt: skip
         return y
+
+    def described(self) -> LinearWeight:
+        """For a native call that multiplies by this weight; it must not outlive this object."""
+        return LinearWeight(
+            kind=self._bits,
+            n=self._shape[0],
+            k=self._shape[1],
+            packed=self._packed.data_ptr(),
+            scales=self._scales.data_ptr(),
+            sums=self._sums.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [num_rows] of the weight, as their integers say -> [num_rows, in_features]."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.model.kernels.native import Library, memory
+from nanoserve.model.kernels.native.stack import LinearWeight
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}
 
@@ -42,6 +43,11 @@ class NativeLinear:
             out_features, in_features,
         )  # fmt: skip
         return y
+
+    def described(self) -> LinearWeight:
+        """For a native call that multiplies by this weight; it must not outlive this object."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return LinearWeight(kind=0, n=self._shape[0], k=self._shape[1], packed=self._packed.data_ptr(), bias=bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [num_rows] of the weight -> [num_rows, in_features]."""

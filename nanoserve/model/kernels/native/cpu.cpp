@@ -3,6 +3,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
 #include "choose.h"
 #include "gemm.h"
 #include "integer.h"
@@ -14,6 +16,7 @@ using namespace nanoserve;
 
 #include "attention_exports.h"
 #include "experts_exports.h"
+#include "stack.h"
 
 // What build.py computed from the sources of this object.
 NS_EXPORT int64_t ns_revision() { return NS_REVISION; }
@@ -35,6 +38,24 @@ NS_EXPORT void ns_set_spin(int64_t microseconds) { Pool::get().spin_for(microsec
 // Counts each of `items` once in `counts`: shows that the pool does every item exactly once.
 NS_EXPORT void ns_count(int64_t* counts, int64_t items) {
   each(items, [&](int64_t i) { counts[i]++; });
+}
+
+// Reads `words` [count] as a product with one row would, and nothing else: what the memory gives is the floor of decoding.
+NS_EXPORT int64_t ns_read(const int32_t* words, int64_t count) {
+  constexpr int64_t kItem = 1 << 16;
+  std::atomic<int64_t> seen{0};
+  each(count / kItem, [&](int64_t item) {
+    Ints sums[4] = {};
+    const int32_t* from = words + item * kItem;
+    for (int64_t i = 0; i < kItem; i += 4 * kLanes) {
+      for (int line = 0; line < 4 * kLanes; line += 16) _mm_prefetch((const char*)(from + i + line + 1024), _MM_HINT_T0);
+      for (int64_t j = 0; j < 4; j++) sums[j] = sub32(sums[j], load(from + i + j * kLanes));
+    }
+    int32_t lanes[kLanes];
+    store(lanes, sub32(sub32(sums[0], sums[1]), sub32(sums[2], sums[3])));
+    seen += lanes[0];
+  });
+  return seen;
 }
 
 // Bytes of a packed weight [n, k].

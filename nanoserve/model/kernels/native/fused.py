@@ -1,8 +1,12 @@
 """The operations of ``kernels/plain.py`` in one pass each: ``fused.h`` called by ctypes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from nanoserve.model.kernels.base import LayerParts, Stack
+from nanoserve.model.kernels.native import stack
 from nanoserve.model.kernels.native.dispatch import Library
 
 
@@ -10,6 +14,7 @@ class NativeKernels:
     """float32 or bfloat16 rows whose size is a multiple of 16."""
 
     def __init__(self, library: Library) -> None:
+        self._library = library
         self._norm = library.bind("ns_add_rms_norm", "lpppfpll")
         self._silu_and_mul = library.bind("ns_silu_and_mul", "lppll")
         self._weighted_sum = {
@@ -49,3 +54,6 @@ class NativeKernels:
             rows.data_ptr(), places.data_ptr(), weights.data_ptr(), *places.shape, rows.shape[1], out.data_ptr()
         )
         return out
+
+    def fuse(self, layers: Sequence[LayerParts], backend: object) -> Stack | None:
+        return stack.fuse(self._library, layers, backend)

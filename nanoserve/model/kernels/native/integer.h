@@ -173,17 +173,25 @@ struct IntWeight {
   const int32_t* sums;
 };
 
+template <class Kernel, class X>
+inline void linear_int8_by(int offset, const X* x, int64_t ldx, const IntWeight& w, const X* bias, X* y, int64_t ldy,
+                           const Shape& shape, int64_t k) {
+  typedef typename Kernel::A A;
+  int64_t width = shape.steps * 4;
+  A* a = (A*)scratch<A[8]>(shape.rows * width);
+  float* scales = (float*)scratch<float[8]>(shape.rows * sizeof(float));
+  quantize_rows(x, ldx, shape.rows, k, width, offset, a, scales, nullptr);
+  IntOut<X> out{y, ldy, bias, shape.columns, scales, w.scales, w.sums, offset};
+  multiply<Kernel>(a, width, Packed{(const uint32_t*)w.packed, shape.steps * kPanel}, shape, out);
+}
+
+// Vectors read the weight of one to three rows faster than tiles do; integer sums are the same by either.
 template <class X>
 inline void linear_int8(const X* x, int64_t ldx, const IntWeight& w, const X* bias, X* y, int64_t ldy, int64_t rows,
                         int64_t n, int64_t k) {
-  typedef IntKernel::A A;
   Shape shape{rows, n, int_steps(k)};
-  int64_t width = shape.steps * 4;
-  A* a = (A*)scratch<A[8]>(rows * width);
-  float* scales = (float*)scratch<float[8]>(rows * sizeof(float));
-  quantize_rows(x, ldx, rows, k, width, kIntOffset, a, scales, nullptr);
-  IntOut<X> out{y, ldy, bias, n, scales, w.scales, w.sums, kIntOffset};
-  multiply<IntKernel>(a, width, Packed{(const uint32_t*)w.packed, shape.steps * kPanel}, shape, out);
+  if (rows <= 3) return linear_int8_by<Vectors<IntDot>>(IntDot::kOffset, x, ldx, w, bias, y, ldy, shape, k);
+  linear_int8_by<IntKernel>(kIntOffset, x, ldx, w, bias, y, ldy, shape, k);
 }
 
 // ---- int4 weights ----

@@ -3,7 +3,9 @@
 // Work is a number of items that threads claim one by one. The caller claims too, and waits only for items that somebody
 // has claimed: a worker whose core is taken by another process delays nobody, its share is simply done by the others.
 // (OpenMP's static shares and barriers cost a whole scheduler slice, 8 ms, in that case.) Waits spin for a bounded time,
-// then sleep on a futex.
+// then sleep on a futex: long enough to bridge the Python between two calls. (Rows of 32 products of Qwen3-0.6B's sizes
+// beside one busy process, median and 95th percentile in ms: no spin 34 and 39, 50 us 29 and 43, 200 us 27 and 36, 2 ms
+// 28 and 37; alone 22, 19, 20 and 22 in the median.)
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -128,7 +130,7 @@ class Pool {
   void* context_ = nullptr;
   uint64_t generation_ = 0;
   std::atomic<int> threads_{1};
-  std::atomic<int64_t> spin_us_{50};
+  std::atomic<int64_t> spin_us_{200};
   std::mutex busy_;
   std::vector<std::thread> workers_;
 };
