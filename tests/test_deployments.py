@@ -19,7 +19,7 @@ import yaml
 from nanoserve.serving import processes
 from tests.serving.service import command, free_port
 
-pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(290)]
 
 FILES = sorted(Path(__file__).parents[1].glob("deployments/*.yaml"))
 SMALL = {"model": "demo", "num_cpus": 0.2, "kv_cache_memory": "32MiB"}

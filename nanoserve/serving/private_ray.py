@@ -18,7 +18,6 @@ from nanoserve.serving import processes
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray's default, 15, puts every engine below whatever else the machine does
 }
 
@@ -34,6 +33,8 @@ class PrivateRay:
         """``environment`` is inherited by every process of the run."""
         os.environ.update(_ENVIRONMENT | processes.environment(self.dir) | dict(environment or {}))
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in the life of a process
+        if "ray" not in sys.modules:  # read on import; where that has happened, a new Ray asks for the token anyway
+            os.environ["RAY_AUTH_MODE"] = "token"
         import ray
 
         ray.init(

@@ -20,7 +20,13 @@ import pytest
 from tests.clients import openai_round
 from tests.serving.service import command, free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.timeout(600)]
+# The clients' own warnings are not ours to answer for.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.serve,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+]
 
 ASK: list[Any] = [{"role": "user", "content": "What is 12 + 7?"}]
 
