@@ -3,8 +3,8 @@
 python -m benchmarks.http_overhead --model demo --streams 64
 
 Starts ``nanoserve serve`` on a free port, measures the same prompts in this process first (no HTTP, no Ray), then over
-HTTP on one kept connection; both wait a little before each request, as a person would. CPU time is
-read from /proc for the doors (Router replicas) and the proxy; the engine's own is shown beside it.
+HTTP on one kept connection, one request after the other (``--pause-s`` between them lets both sides grow cold). CPU
+time is read from /proc for the doors (Router replicas) and the proxy; the engine's own is shown beside it.
 """
 
 import argparse
@@ -27,8 +27,6 @@ from benchmarks.report import Trace, percentile, summary, table, write
 from benchmarks.workloads import Item, Workload
 from nanoserve.core.config import EngineArgs
 
-PAUSE_S = 0.05
-
 
 def main() -> None:
     """Measure, print a table, write ``results/http_overhead.json``."""
@@ -36,7 +34,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of each stream")
-    parser.add_argument("--singles", type=int, default=40, help="requests of the single client")
+    parser.add_argument("--singles", type=int, default=100, help="requests of the single client")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="before each of them")
     args = parser.parse_args()
     single = Workload(num_requests=args.singles, input_tokens=(24, 24), output_tokens=(8, 8), seed=1).items()
     many = Workload(
@@ -44,11 +43,11 @@ def main() -> None:
     ).items()
     offline = Offline(EngineArgs(model=args.model))
     offline.run(single[:4])
-    direct_ms = [_paused_ttft_ms(offline, item) for item in single]
+    direct_ms = [_paused_ttft_ms(offline, item, args.pause_s) for item in single]
     del offline
     with service(args.model) as (url, root):
         asyncio.run(over_http(url, many[:4]))
-        http_ms = asyncio.run(_one_client(url, single))
+        http_ms = asyncio.run(_one_client(url, single, args.pause_s))
         before = _cpu_seconds(root)
         traces = asyncio.run(over_http(url, many))
         after = _cpu_seconds(root)
@@ -71,18 +70,18 @@ def _ttft_ms(trace: Trace) -> float:
     return 1e3 * (trace.token_times_s[0] - trace.sent_s)
 
 
-def _paused_ttft_ms(offline: Offline, item: Item) -> float:
-    time.sleep(PAUSE_S)
+def _paused_ttft_ms(offline: Offline, item: Item, pause_s: float) -> float:
+    time.sleep(pause_s)
     return _ttft_ms(offline.run([item])[0])
 
 
-async def _one_client(url: str, items: Sequence[Item]) -> list[float]:
+async def _one_client(url: str, items: Sequence[Item], pause_s: float) -> list[float]:
     """TTFT of one request after the other, in ms."""
     times_ms = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         for item in items:
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
             times_ms.append(_ttft_ms(await stream(client, model, item)))
     return times_ms
 
