@@ -90,16 +90,7 @@ class Replica:
         self._plan: SchedulerOutput | None = None
 
     def load(self) -> EngineLoad:
-        stats = self.stats
-        return EngineLoad(
-            key=self.key,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_booked=len(self.booked),
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_free_blocks,
-        )
+        return EngineLoad.of(self.key, self.stats, num_booked=len(self.booked))
 
     def begin(self) -> float:
         """Plans a step; the seconds that it takes."""

@@ -25,6 +25,7 @@ from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
 from nanoserve.model.runner import ModelRunner
+from nanoserve.model.threads import default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,7 @@ def build(args: EngineArgs) -> LoadedModel:
         CheckpointError: the weights are incomplete or broken.
     """
     _refuse_unbuilt(args)
-    if args.num_threads is not None:
-        _set_threads(args.num_threads)
+    _set_threads(args.num_threads or default_threads())
     folder = resolve_model(args.model)
     config = load_config(folder, tuple(ARCHITECTURES))
     dtype = _dtype(args.dtype, config.dtype)

@@ -9,7 +9,10 @@ Without any prefix this is least load.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 from zlib import crc32
+
+from nanoserve.core.outputs import StepStats
 
 COMPUTED_WEIGHT = 4
 """A prompt token to compute against one that waits: waiting delays this request alone, computing takes from all."""
@@ -37,6 +40,19 @@ class EngineLoad:
     num_booked: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+
+    @classmethod
+    def of(cls, key: str, stats: StepStats, *, num_booked: int) -> Self:
+        """The load that an engine's last report and this door's bookings say."""
+        return cls(
+            key=key,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_booked=num_booked,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+        )
 
     @property
     def num_requests(self) -> int:

@@ -110,16 +110,7 @@ class Peer:
     sending: asyncio.Task[None] | None = None
 
     def load(self) -> EngineLoad:
-        stats = self.stats
-        return EngineLoad(
-            key=self.peer_id,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_booked=len(self.streams),
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_free_blocks,
-        )
+        return EngineLoad.of(self.peer_id, self.stats, num_booked=len(self.streams))
 
 
 class FeedStream:

@@ -20,6 +20,7 @@ from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
+from nanoserve.model.threads import default_threads
 from nanoserve.serving.link import HOST_VARIABLE, LinkServer
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
@@ -113,7 +114,7 @@ class EngineReplica:
         self._cached: set[int] = set()
         self._beat_s = 0.0
         # Ray sets OMP_NUM_THREADS to the CPUs it reserved, which is one: the engine must be told.
-        args = replace(args, num_threads=args.num_threads or max(1, _num_cores() // num_siblings))
+        args = replace(args, num_threads=args.num_threads or max(1, default_threads() // num_siblings))
         self._engine, self._card = make_engine(args, self._on_step)
         logger.info("engine ready engine_id=%s info=%s", self._card.engine_id, self._card.info)
 
@@ -264,10 +265,6 @@ class EngineReplica:
 
 def _vector_bytes(outputs: Sequence[RequestOutput]) -> int:
     return sum([len(output.pooled) for output in outputs])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import InvalidRequestError, QueueFullError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.engine.async_engine import EngineHealth
 from nanoserve.serving import replica
 from nanoserve.serving.feed import FeedDoor, PeerState
-from nanoserve.serving.wire import Abort, FeedItem, Hello, Submit
+from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Submit
 from tests.serving import fakes
 from tests.serving.feed_rig import QUICK, Log, Rig, answer, ask, read, request, until
 
@@ -381,3 +382,17 @@ async def test_what_an_engine_evicts_attracts_no_more(rig: Rig) -> None:
     stats = StepStats(step_id=10**6, blocks_evicted=(2,), blocks_published=(4,))
     rig.door._absorb(peer, [FeedItem(peer.seq + 1, (), stats, "idle", "")])
     assert rig.door._kv.num_blocks(peer.peer_id) == 3
+
+
+async def test_engines_share_the_threads_that_the_machine_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control group's limit counts, not the cores that the system shows."""
+    granted: list[int | None] = []
+
+    def make_engine(args: EngineArgs, deliver: replica.Deliver) -> tuple[replica.Engine, EngineCard]:
+        granted.append(args.num_threads)
+        return fakes.make_engine(args, deliver)
+
+    monkeypatch.setattr(replica, "default_threads", lambda: 6)
+    for args, siblings in ((EngineArgs(), 1), (EngineArgs(), 4), (EngineArgs(), 9), (EngineArgs(num_threads=5), 4)):
+        replica.EngineReplica(args, make_engine, siblings)._engine.stop()
+    assert granted == [6, 1, 1, 5]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanoserve.core.errors import ConfigError
-from nanoserve.model.kernels.native import build, dispatch, memory, threads, why_not
+from nanoserve.model import threads
+from nanoserve.model.kernels.native import build, dispatch, memory, why_not
 from nanoserve.model.kernels.native.dispatch import Library
 
 

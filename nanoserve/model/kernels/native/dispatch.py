@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoserve.core.errors import ConfigError
 from nanoserve.model.kernels.native.build import LEVELS, object_path, revision
-from nanoserve.model.kernels.native.threads import default_threads
+from nanoserve.model.threads import default_threads
 
 logger = logging.getLogger(__name__)
 

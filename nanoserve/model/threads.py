@@ -1,4 +1,7 @@
-"""How many threads the kernels should use: physical cores that this process may run on, within its CPU limit."""
+"""How many threads an engine should use: physical cores that this process may run on, within its CPU limit.
+
+Free of torch, so that a replica can share its machine out before anything is loaded.
+"""
 
 import math
 import os
@@ -12,11 +15,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 def default_threads() -> int:
     """One a physical core of the affinity mask, of one NUMA node only, and no more than the control group's CPUs."""
     cores: dict[str, set[str]] = {}
-    for cpu in os.sched_getaffinity(0):
+    for cpu in _cpus():
         cores.setdefault(_node(cpu), set()).add(_core(cpu))
     largest = max(len(node) for node in cores.values())
     limit = min(_cpu_limits(_CGROUP))
     return max(1, largest if math.isinf(limit) else min(largest, math.ceil(limit)))
+
+
+def _cpus() -> Iterable[int]:
+    """The affinity mask, where the system has one."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _core(cpu: int) -> str:
