@@ -43,6 +43,11 @@ from nanoserve.text.from_messages import chat_of
 Body = TypeVar("Body", bound=RequestBody)
 _HEALTH_TIMEOUT_S = 5.0
 _LARGE_BODY_BYTES = 8 * 1024
+# Fields that ask for a grammar, whose check may take seconds.
+_FORMS = {
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
+    "text", "output_config", "output_format",
+}  # fmt: skip
 SESSION_HEADER = "x-session-id"
 
 
@@ -258,6 +263,7 @@ class Routes:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
         body: Body = await self._beside_loop(request, parse_body, raw, body_type)
+        request.state.is_large |= not _FORMS.isdisjoint(body.model_fields_set)
         if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, SamplingBody):
             return body.model_copy(update={"session_id": session_id})
         return body

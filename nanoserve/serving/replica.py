@@ -305,4 +305,5 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         max_num_seqs=loaded.scheduler.max_num_seqs,
         info=asdict(loaded.info),
     )
-    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card
+    compile_grammar = loaded.compile_grammar
+    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, compile_grammar=compile_grammar), card

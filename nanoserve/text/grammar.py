@@ -1,23 +1,34 @@
 """Structured outputs to a checked grammar: a bad schema, regex or grammar is refused at the door, never by an engine.
 
-The grammar text is llguidance's (https://github.com/guidance-ai/llguidance): compiling takes about a millisecond and
-its limits bound what a hostile schema can cost.
+The grammar text is llguidance's (https://github.com/guidance-ai/llguidance). Compiling usually takes a millisecond, but
+some forms take time that is quadratic in their size or worse: sizes are bounded here, time and depth by the sandbox.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.sampling import StructuredOutputs
+from nanoserve.text.grammar_sandbox import GrammarSandbox
 from nanoserve.text.policy import Thinking
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-# Compiling an object takes time quadratic in its properties: a thousand take a tenth of a second.
-MAX_PROPERTIES = 1000
+MAX_WRITTEN_CHARS = 32 * 1024  # of a regex or grammar that a client wrote
+MAX_MEMBERS = 1000
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,24}"}
+_sandbox = GrammarSandbox()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """``fault``: why ``text`` is no usable grammar; None when it is one."""
+
+    text: str
+    fault: str | None = None
 
 
 def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") -> str:
@@ -26,11 +37,14 @@ def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") 
     Raises:
         InvalidRequestError: it is malformed, unsupported or too large; ``param`` is the request field to name.
     """
-    try:
-        return _checked(spec)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:500]
-        raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param) from None
+    return _accepted(_judged(spec), param)
+
+
+def _accepted(verdict: _Verdict, param: str) -> str:
+    if verdict.fault is not None:
+        reason = " ".join(verdict.fault.removeprefix("panic: ").split())[:500]
+        raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param)
+    return verdict.text
 
 
 def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
@@ -49,7 +63,7 @@ def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "to
         schema = {"type": "object", **dict(tool.get("parameters") or {})}  # type: ignore[call-overload]
         rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
-    return grammar_text(StructuredOutputs(grammar=lark), param=param)
+    return _calls(lark, tools, param)
 
 
 def xml_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
@@ -72,7 +86,11 @@ def xml_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "too
         head, tail = json.dumps(f"\n<function={tool['name']}>\n"), json.dumps("</function>\n")
         calls.append(f"{opening}{head} {' '.join(elements)} {tail}{closing}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
-    return grammar_text(StructuredOutputs(grammar=lark), param=param)
+    return _calls(lark, tools, param)
+
+
+def _calls(lark: str, tools: Sequence[Mapping[str, object]], param: str) -> str:
+    return _accepted(_judged_calls(lark, json.dumps([tool.get("parameters") for tool in tools])), param)
 
 
 def _list(value: object) -> list[Any]:
@@ -127,32 +145,48 @@ def _embedded(grammar: str) -> dict[str, object]:
     return dict(only)
 
 
-@lru_cache(maxsize=256)
-def _checked(spec: StructuredOutputs) -> str:
+@lru_cache(maxsize=64)
+def _judged(spec: StructuredOutputs) -> _Verdict:
+    """A grammar and its fault; the faults are remembered too, for finding them may take seconds."""
+    try:
+        text = _written(spec)
+        schemas = [json.loads(schema) for schema in ([spec.json] if spec.json else [tag[2] for tag in spec.tags or ()])]
+    except (ValueError, RecursionError) as error:
+        return _Verdict("", str(error))
+    is_own = spec.regex is not None or spec.grammar is not None
+    return _Verdict(text, _fault(text, schemas, MAX_WRITTEN_CHARS if is_own else MAX_GRAMMAR_CHARS))
+
+
+@lru_cache(maxsize=64)
+def _judged_calls(lark: str, schemas: str) -> _Verdict:
+    """The same of a grammar that was made here; ``schemas``: the JSON of those that it holds."""
     from llguidance import LLMatcher
 
-    if spec.json is not None and _num_properties(json.loads(spec.json)) > MAX_PROPERTIES:
-        raise ValueError(f"it has more than {MAX_PROPERTIES} properties")
-    text = _written(spec)
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
-    if error := LLMatcher.validate_grammar(text):
-        raise ValueError(error)
-    return text
+    text = LLMatcher.grammar_from_lark(lark)
+    return _Verdict(text, _fault(text, json.loads(schemas), MAX_GRAMMAR_CHARS))
 
 
-def _num_properties(schema: object) -> int:
-    """How many properties a schema names, wherever it does; walks without recursion."""
-    num_properties, stack = 0, [schema]
+def _fault(text: str, schemas: Sequence[object], max_chars: int) -> str | None:
+    if len(text) > max_chars:
+        return f"it is longer than {max_chars} characters"
+    for schema in schemas:
+        if _width(schema) > MAX_MEMBERS:
+            return f"it has more than {MAX_MEMBERS} properties or other members of one kind in one place"
+    return _sandbox.fault(text)
+
+
+def _width(schema: object) -> int:
+    """The most members that an object or list in a schema has, lists of values left out; walks without recursion."""
+    width, stack = 0, [schema]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
-            properties = value.get("properties")
-            num_properties += len(properties) if isinstance(properties, dict) else 0
-            stack += value.values()
+            width = max(width, len(value))
+            stack += [member for name, member in value.items() if name not in ("enum", "const")]
         elif isinstance(value, list):
+            width = max(width, len(value))
             stack += value
-    return num_properties
+    return width
 
 
 def _written(spec: StructuredOutputs) -> str:

@@ -125,7 +125,7 @@ class Preprocessor:
         params = self._params(body, chat_max_tokens(body, self._defaults.max_new_tokens), num_top)
         if params.max_tokens == 0:
             raise InvalidRequestError("`max_tokens` must be >= 1. Given: 0.", param="max_tokens")
-        self._reader.check_chars(body.messages, "messages")
+        self._reader.check_conversation(body.messages, body.tools)
         rendered = self._template.render(chat_conversation(body, tools))
         split = self._reasoning and body.separate_reasoning is not False
         policy = _policy(
@@ -179,7 +179,7 @@ class Preprocessor:
         """One conversation of an offline caller. ``split`` tells thoughts and tool calls from the content."""
         self._check_params(params)
         check_unicode([messages, tools, chat_template_kwargs], "messages")
-        self._reader.check_chars(messages, "messages")
+        self._reader.check_conversation(messages, tools)
         conversation = Conversation(
             messages=list(messages),
             tools=check_tools(None if tools is None else list(tools)),
