@@ -1,9 +1,7 @@
 """Real clients against `nanoserve serve demo`, each as its users call it. A package that is not installed is skipped.
 
-The `openai` of another major version runs from a folder of its own::
-
-    pip install --target OLD 'openai<3'
-    NANOSERVE_TEST_OPENAI=OLD pytest -m slow tests/clients
+`make test-slow` installs them (requirements.txt); NANOSERVE_TEST_OPENAI names a folder with `openai` of another major
+version.
 """
 
 import json
@@ -75,7 +73,7 @@ def test_openai(url: str) -> None:
 
 def test_openai_of_another_major_version(url: str) -> None:
     folder = os.environ.get("NANOSERVE_TEST_OPENAI")
-    if not folder:
+    if not folder or not Path(folder, "openai").is_dir():
         pytest.skip("NANOSERVE_TEST_OPENAI names no folder with another version")
     environment = os.environ | {"PYTHONPATH": folder}
     script = str(Path(openai_round.__file__))
