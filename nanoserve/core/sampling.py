@@ -48,6 +48,7 @@ class SamplingParams:
     ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0, penalties 0 (repetition 1) are off; ``temperature`` 0 is greedy.
     ``seed`` is taken modulo 2**64 from the signed or unsigned 64-bit range. ``max_tokens`` None means up to the
     context's end. ``logprobs`` counts alternatives beside the chosen token (0 gives only the chosen one), None is off.
+    ``thinking_token_budget``: the most tokens of thoughts, after which they are ended and the answer goes on.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -73,6 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, 2.0)
@@ -87,6 +89,7 @@ class SamplingParams:
         self._check_int("max_tokens", 0, 2**31 - 1, optional=True)
         self._check_int("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._check_int("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._check_int("thinking_token_budget", 0, 2**31 - 1, optional=True)
         self._check_int("seed", -(2**63), MAX_SEED, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

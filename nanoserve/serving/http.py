@@ -201,7 +201,9 @@ class Routes:
 
     async def one_response(self, request: Request, response_id: str) -> Response:
         if request.query_params.get("stream") == "true":
-            raise InvalidRequestError("`stream`: only responses in the background could be; read it whole.", param="stream")
+            raise InvalidRequestError(
+                "`stream`: only responses in the background could be; read it whole.", param="stream"
+            )
         return Response(self._response(response_id).body, media_type="application/json")
 
     async def forget_response(self, response_id: str) -> Response:
