@@ -91,12 +91,12 @@ def response(id_: str, created: int, model: str, body: ResponsesRequest) -> Json
 
 def input_items(given: str | Sequence[Json]) -> list[Json]:
     """The items of an input as they are listed afterwards: whole messages, and an id for each."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items: Sequence[Json] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_input_item(item) for item in items]
 
 
 def _input_item(item: Json) -> Json:
-    kind, content = item.get("type") or "message", item.get("content")
+    kind, content = str(item.get("type") or "message"), item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         content = [{"type": part, "text": content} | ({"annotations": []} if part == "output_text" else {})]

@@ -19,6 +19,7 @@ MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_WRITTEN_CHARS = 32 * 1024  # of a regex or grammar that a client wrote
 MAX_MEMBERS = 1000
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
+_LIBRARY_KEYWORD = "x-guidance"  # where clients wrote it themselves it could switch the checks of the library off
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,24}"}
 _sandbox = GrammarSandbox()
 
@@ -61,7 +62,7 @@ def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "to
         head = json.dumps('\n{"name": ' + json.dumps(tool["name"]) + ', "arguments": ')
         calls.append(f'{opening}{head} arguments_{index} "}}\\n"{closing}')
         schema = {"type": "object", **dict(tool.get("parameters") or {})}  # type: ignore[call-overload]
-        rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema | {_LIBRARY_KEYWORD: _JSON_OPTIONS})}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
     return _calls(lark, tools, param)
 
@@ -113,7 +114,7 @@ def _xml_value(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if value.get("type", "string") == "string" and "$ref" not in value and "anyOf" not in value:
         return "text_value"
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return f"%json {json.dumps({**value, **shared, 'x-guidance': _JSON_OPTIONS})} {closing}"
+    return f"%json {json.dumps({**value, **shared, _LIBRARY_KEYWORD: _JSON_OPTIONS})} {closing}"
 
 
 def strict_calls(call: str) -> str:
@@ -148,13 +149,14 @@ def _embedded(grammar: str) -> dict[str, object]:
 @lru_cache(maxsize=64)
 def _judged(spec: StructuredOutputs) -> _Verdict:
     """A grammar and its fault; the faults are remembered too, for finding them may take seconds."""
+    if max(len(spec.grammar or ""), len(spec.regex or "")) > MAX_WRITTEN_CHARS:
+        return _Verdict("", f"it is longer than {MAX_WRITTEN_CHARS} characters")
     try:
         text = _written(spec)
         schemas = [json.loads(schema) for schema in ([spec.json] if spec.json else [tag[2] for tag in spec.tags or ()])]
     except (ValueError, RecursionError) as error:
         return _Verdict("", str(error))
-    is_own = spec.regex is not None or spec.grammar is not None
-    return _Verdict(text, _fault(text, schemas, MAX_WRITTEN_CHARS if is_own else MAX_GRAMMAR_CHARS))
+    return _Verdict(text, _fault(text, schemas))
 
 
 @lru_cache(maxsize=64)
@@ -163,30 +165,34 @@ def _judged_calls(lark: str, schemas: str) -> _Verdict:
     from llguidance import LLMatcher
 
     text = LLMatcher.grammar_from_lark(lark)
-    return _Verdict(text, _fault(text, json.loads(schemas), MAX_GRAMMAR_CHARS))
+    return _Verdict(text, _fault(text, json.loads(schemas)))
 
 
-def _fault(text: str, schemas: Sequence[object], max_chars: int) -> str | None:
-    if len(text) > max_chars:
-        return f"it is longer than {max_chars} characters"
+def _fault(text: str, schemas: Sequence[object]) -> str | None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        return f"it is longer than {MAX_GRAMMAR_CHARS} characters"
     for schema in schemas:
-        if _width(schema) > MAX_MEMBERS:
+        width, names = _survey(schema)
+        if width > MAX_MEMBERS:
             return f"it has more than {MAX_MEMBERS} properties or other members of one kind in one place"
+        if _LIBRARY_KEYWORD in names:
+            return f"{_LIBRARY_KEYWORD!r} is no keyword of JSON schemas"
     return _sandbox.fault(text)
 
 
-def _width(schema: object) -> int:
-    """The most members that an object or list in a schema has, lists of values left out; walks without recursion."""
-    width, stack = 0, [schema]
+def _survey(schema: object) -> tuple[int, set[str]]:
+    """(the most members of an object or list in a schema, all names), values left out; walks without recursion."""
+    width, names, stack = 0, set[str](), [schema]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
             width = max(width, len(value))
+            names |= value.keys()
             stack += [member for name, member in value.items() if name not in ("enum", "const")]
         elif isinstance(value, list):
             width = max(width, len(value))
             stack += value
-    return width
+    return width, names
 
 
 def _written(spec: StructuredOutputs) -> str:
@@ -204,7 +210,17 @@ def _written(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in spec.choice))
     if spec.tags is not None:
         return LLMatcher.grammar_from_lark(_tags_grammar(spec.tags))
-    return LLMatcher.grammar_from_lark(spec.grammar or "")
+    return LLMatcher.grammar_from_lark(_lark(spec.grammar or ""))
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's notation; one in llama.cpp's, as vLLM takes it (``root ::= ...``), is rewritten."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # the rewriter's own error is one, and so is what it raises where no rule is the root
+        raise ValueError(str(error)) from None
 
 
 def _tags_grammar(tags: Sequence[tuple[str, str, str, str]]) -> str:
@@ -213,6 +229,6 @@ def _tags_grammar(tags: Sequence[tuple[str, str, str, str]]) -> str:
     for index, (trigger, begin, schema, end) in enumerate(tags):
         rest, closing = (json.dumps(text) if text else "" for text in (begin[len(trigger) :], end))
         rules.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
-        options = {"x-guidance": _JSON_OPTIONS}
+        options = {_LIBRARY_KEYWORD: _JSON_OPTIONS}
         rules.append(f"tag_{index}: trigger_{index} {rest} %json {json.dumps(json.loads(schema) | options)} {closing}")
     return "\n".join(rules) + "\n"

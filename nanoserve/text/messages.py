@@ -182,6 +182,8 @@ def _check_function(tool: Mapping[str, Any], where: str) -> None:
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise _bad(f"`{where}.function.parameters` must be a JSON schema object. Given: {parameters!r:.100}.", "tools")
+    if (kind := (parameters or {}).get("type", "object")) != "object":
+        raise _bad(f"`{where}.function.parameters` must be of type 'object'. Given: {kind!r:.60}.", "tools")
 
 
 def function_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -31,6 +31,9 @@ def test_a_bad_schema_is_refused_with_its_reason(schema: object) -> None:
         StructuredOutputs(json="not json"),
         StructuredOutputs(regex="(?P<x>"),
         StructuredOutputs(grammar="start: nowhere"),
+        StructuredOutputs(grammar="root ::= ("),
+        StructuredOutputs(grammar='other ::= "a"'),
+        StructuredOutputs(grammar="root ::= " + "(" * 5000),
         StructuredOutputs(choice=()),
         StructuredOutputs(json=json.dumps({"enum": ["x" * 300_000]})),
     ],
@@ -38,6 +41,22 @@ def test_a_bad_schema_is_refused_with_its_reason(schema: object) -> None:
 def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None:
     with pytest.raises(InvalidRequestError):
         grammar_text(spec)
+
+
+@pytest.mark.parametrize(
+    "keyword, value",
+    [
+        ("uniqueItems", True), ("not", {}), ("if", {}), ("dependentRequired", {}), ("contains", {}),
+        ("propertyNames", {}), ("unevaluatedProperties", False), ("format", "postal"),
+        ("oneOf", [{"minimum": 3}, {"maximum": 5}]), ("x-guidance", {"lenient": True}), ("$ref", "http://else/where"),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_cannot_be_kept_is_refused_by_name(keyword: str, value: object) -> None:
+    """Ignored, it would let an answer through that breaks the schema."""
+    with pytest.raises(InvalidRequestError) as caught:
+        grammar_text(StructuredOutputs(json=json.dumps({"properties": {"a": {keyword: value}}})))
+    named = {"$ref": "else/where", "format": "postal"}.get(keyword, keyword)
+    assert named in caught.value.message
 
 
 def chain(length: int) -> dict[str, object]:
@@ -94,6 +113,7 @@ def test_exactly_one_kind_is_asked_for() -> None:
         StructuredOutputs(regex="[0-9]+"),
         StructuredOutputs(choice=("yes", 'a"b\\c', "日本")),
         StructuredOutputs(grammar='start: "a" | "b"'),
+        StructuredOutputs(grammar='root ::= [a-z]{2} ws\nws ::= " "*'),
         StructuredOutputs(tags=(("<a", "<a>", "{}", "</a>"),)),
     ],
 )
