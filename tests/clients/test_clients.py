@@ -6,6 +6,7 @@ version.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,18 @@ def test_openai_of_another_major_version(url: str) -> None:
     import openai
 
     assert run.stdout.split()[1].split(".")[0] != openai.__version__.split(".")[0]
+
+
+def test_the_examples_of_the_readme(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run one after the other, they print what stands behind them."""
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    section = readme.split("## Talk to it")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)).replace("http://127.0.0.1:8000", url)
+    exec(code, {"__name__": "readme"})
+    printed = capsys.readouterr().out.splitlines()
+    wanted = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert len(wanted) == 5
+    assert printed[: len(wanted)] == wanted
 
 
 def test_anthropic(url: str) -> None:
