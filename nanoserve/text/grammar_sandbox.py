@@ -5,6 +5,7 @@ What passes here is compiled again by an engine, on a deeper stack (``model.gram
 with a socket's file descriptor, is that process.
 """
 
+import contextlib
 import resource
 import signal
 import socket
@@ -70,7 +71,8 @@ def _serve(pipe: Connection) -> None:
 def main() -> None:
     """Serves on the file descriptor that is the argument, within bounds on memory and stack."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with contextlib.suppress(ValueError, OSError):  # the system allows less already, or has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     threading.stack_size(_STACK_BYTES)  # the main thread's own depends on the machine
     thread = threading.Thread(target=_serve, args=[Connection(int(sys.argv[1]))])
     thread.start()
