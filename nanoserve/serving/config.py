@@ -16,7 +16,8 @@ class ModelArgs(BaseModel):
     """One model and its engines. Written flat: the fields of ``EngineArgs`` stand beside these.
 
     ``num_replicas`` engines, or between ``min_replicas`` and ``max_replicas`` by load.
-    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU if there is one.
+    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine, or for each rank of one with
+    ``tensor_parallel_size``; None: a little CPU, and a GPU if there is one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -278,8 +278,9 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     from nanoserve.engine.async_engine import AsyncEngine
     from nanoserve.engine.core import EngineCore
     from nanoserve.model.build import build
+    from nanoserve.serving.tp_group import launcher
 
-    loaded = build(args)
+    loaded = build(args, launcher(args.tensor_parallel_size))
     core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=loaded.info.name)
     card = EngineCard(
         engine_id=uuid.uuid4().hex,
@@ -291,4 +292,4 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         max_num_seqs=loaded.scheduler.max_num_seqs,
         info=asdict(loaded.info),
     )
-    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card
+    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, fault=loaded.fault), card

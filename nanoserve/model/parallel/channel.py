@@ -5,12 +5,12 @@ either process closes it at once, and what hangs without closing it sends no bea
 """
 
 import hmac
+import secrets
 import socket
 import struct
-import tempfile
+import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -20,14 +20,13 @@ from nanoserve.core.plan import SchedulerOutput
 
 _HEAD = struct.Struct("<I")
 _READ_BYTES = 1 << 16
-_MAX_PATH = 100  # a unix socket's path ends at 107 bytes
 _GREETING_TIMEOUT_S = 5.0
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where shards find rank 0: ``path`` on its machine, ``address`` (host, port) from others, None: nowhere."""
+    """Where shards find rank 0: ``name`` of a unix socket on its machine, else ``address`` (host, port)."""
 
-    path: str
+    name: str | None
     address: tuple[str, int] | None
     secret: str
 
@@ -176,11 +175,11 @@ class Channel:
                 return messages[0]
 
     def peer_pid(self) -> int | None:
-        """The process at the other end of a unix socket, as this process may call it."""
+        """The process at the other end of a unix socket; None where this process has no name for it."""
         if not self.is_local or not hasattr(socket, "SO_PEERCRED"):
             return None
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", credentials)[0])
+        return int(struct.unpack("3i", credentials)[0]) or None
 
     def hang_up(self) -> None:
         """Ends sending, also where another thread is in the middle of it; the peer sees it and leaves."""
@@ -202,24 +201,23 @@ class Caller:
 
 
 class Listener:
-    """Where the shards of one group call. What lies in the file system goes with :meth:`close`."""
+    """Where the shards of one group call. The unix socket's name is Linux's abstract kind: no file to leave behind."""
 
     def __init__(self, host: str | None, secret: str) -> None:
         """``host``: the address on which other machines reach this one; None: all shards are here."""
-        parent = tempfile.gettempdir()
-        self._folder = tempfile.TemporaryDirectory(prefix="ns-", dir=parent if len(parent) < 60 else "/tmp")
-        path = str(Path(self._folder.name) / "shards")
-        assert len(path) <= _MAX_PATH, path
-        self._sockets = [socket.socket(socket.AF_UNIX)]
-        self._sockets[0].bind(path)
-        address = None
-        if host is not None:
-            self._sockets.append(socket.create_server((host, 0)))
-            address = (host, int(self._sockets[1].getsockname()[1]))
+        name, address = None, None
+        self._sockets: list[socket.socket] = []
+        if sys.platform == "linux":
+            name = f"nanoserve-{secrets.token_hex(8)}"
+            self._sockets.append(socket.socket(socket.AF_UNIX))
+            self._sockets[0].bind("\0" + name)
+        if host is not None or name is None:
+            self._sockets.append(socket.create_server((host or "127.0.0.1", 0)))
+            address = self._sockets[-1].getsockname()[:2]
         for listening in self._sockets:
             listening.listen()
             listening.setblocking(False)
-        self.meeting = Meeting(path, address, secret)
+        self.meeting = Meeting(name, address, secret)
 
     def accept(self) -> Caller | None:
         """A shard that has called by now; None: nobody has. Strangers are turned away."""
@@ -243,7 +241,6 @@ class Listener:
     def close(self) -> None:
         for listening in self._sockets:
             listening.close()
-        self._folder.cleanup()
 
 
 def call(meeting: Meeting) -> Channel:
@@ -252,10 +249,14 @@ def call(meeting: Meeting) -> Channel:
     Raises:
         OSError: rank 0 does not listen.
     """
-    if Path(meeting.path).exists():
+    if meeting.name is not None:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(meeting.path)
-        return Channel(connection)
-    if meeting.address is None:
-        raise ConnectionRefusedError("Rank 0 does not listen on this machine.")
+        try:
+            connection.connect("\0" + meeting.name)
+            return Channel(connection)
+        except ConnectionRefusedError:
+            connection.close()
+            if meeting.address is None:
+                raise
+    assert meeting.address is not None, "a meeting has a place"
     return Channel(socket.create_connection(meeting.address))

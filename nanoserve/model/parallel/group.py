@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 class ShardGroup:
     """The shards of one engine and the thread that watches them. ``fault``: why the group is lost, once it is."""
 
-    def __init__(self, args: EngineArgs, launcher: Launcher, *, on_gpus: bool, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, args: EngineArgs, launcher: Launcher, *, on_gpus: bool) -> None:
         """Starts the shards and waits until all have called; they then load while this rank does.
 
         Raises:
@@ -47,7 +47,6 @@ class ShardGroup:
             ConfigError: the ranks cannot be joined in this process.
         """
         self.fault: str | None = None
-        self._silence_s = silence_s
         self._limit_s = LOADING_SILENCE_S
         self._launcher = launcher
         self._news: SimpleQueue[Loaded] = SimpleQueue()
@@ -129,7 +128,7 @@ class ShardGroup:
 
     def allocate(self, num_blocks: int) -> None:
         """Lets the shards take their KV memory and wait for plans."""
-        self._limit_s = self._silence_s
+        self._limit_s = SILENCE_S
         self._tell(Allocate(num_blocks))
 
     def send(self, plan: SchedulerOutput) -> None:
@@ -155,7 +154,7 @@ class ShardGroup:
             ShardLostError: the group is lost.
         """
         if self.fault is not None:
-            raise ShardLostError(f"{self.fault[0].upper()}{self.fault[1:]}.")
+            raise ShardLostError(self.fault)
 
     def close(self) -> None:
         """Sends the shards away and waits for their end; idempotent."""
