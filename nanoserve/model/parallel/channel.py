@@ -83,6 +83,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+def framed(message: Message) -> bytes:
+    """A message as it travels."""
+    frame = _ENCODER.encode(message)
+    return _HEAD.pack(len(frame)) + frame
+
+
+_BEAT = framed(Beat())
+
+
 class Channel:
     """One end of a connection. Any thread may send; one receives."""
 
@@ -103,16 +112,18 @@ class Channel:
         Raises:
             OSError: the peer is gone.
         """
-        frame = _ENCODER.encode(message)
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """As :meth:`send`, for what goes to several peers."""
         with self._sending:
-            self._socket.sendall(_HEAD.pack(len(frame)) + frame)
+            self._socket.sendall(frame)
 
     def beat(self) -> None:
         """Sends a beat unless something else is being sent, which may take as long as the peer hangs."""
         if self._sending.acquire(blocking=False):
             try:
-                frame = _ENCODER.encode(Beat())
-                self._socket.sendall(_HEAD.pack(len(frame)) + frame)
+                self._socket.sendall(_BEAT)
             finally:
                 self._sending.release()
 

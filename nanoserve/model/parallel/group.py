@@ -20,7 +20,18 @@ from nanoserve.core.errors import ConfigError, ShardLostError
 from nanoserve.core.plan import AdmittedState, ModelRunnerOutput, SchedulerOutput
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.model.kernels.native import library
-from nanoserve.model.parallel.channel import Allocate, Beat, Caller, Channel, Failed, Listener, Loaded, Start, Step
+from nanoserve.model.parallel.channel import (
+    Allocate,
+    Beat,
+    Caller,
+    Channel,
+    Failed,
+    Listener,
+    Loaded,
+    Start,
+    Step,
+    framed,
+)
 from nanoserve.model.parallel.collective import ALONE, Collective
 from nanoserve.model.parallel.launcher import Launcher
 
@@ -141,9 +152,10 @@ class ShardGroup:
 
     def _tell(self, message: Allocate | Step) -> None:
         self.check()
+        frame = framed(message)
         for rank, channel in self._channels.items():
             try:
-                channel.send(message)
+                channel.send_frame(frame)
             except OSError:
                 self._lose(rank, "died")
         self.check()
