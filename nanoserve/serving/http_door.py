@@ -47,8 +47,10 @@ class ModelDoor:
     def details(self) -> dict[str, object]:
         card = self.feed.card()
         engines = [{"replica": peer.peer_id, "state": peer.health, "reason": peer.reason} for peer in self.feed.peers]
-        lost = {"last_lost": asdict(self.feed.last_lost)} if self.feed.last_lost else {}
-        return {"engines": engines, "model": dict(card.info) if card else None} | lost
+        told: dict[str, object] = {"engines": engines, "model": dict(card.info) if card else None}
+        if self.feed.last_lost is not None:
+            told["last_lost"] = asdict(self.feed.last_lost)
+        return told
 
     def _serve(self, card: EngineCard) -> ServedModel:
         limits = ModelLimits(

@@ -63,7 +63,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def settings(folder: Path, **overrides: Any) -> EngineArgs:
-    chosen = {"dtype": "float32", "kv_cache_memory": "4MiB", "max_model_len": 256, "num_threads": 1} | overrides
+    chosen: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_memory": "4MiB",
+        "max_model_len": 256,
+        "num_threads": 1,
+    } | overrides
     return EngineArgs(model=str(folder), **chosen)
 
 
@@ -252,7 +257,7 @@ def test_a_lost_shard_ends_the_engine_with_the_reason(llm: LLM, number: signal.S
             os.kill(shard, number)
 
     step = llm._core.step
-    llm._core.step = lambda: (lose(), step())[1]  # type: ignore[assignment, func-returns-value]
+    llm._core.step = lambda: (lose(), step())[1]  # type: ignore[method-assign, func-returns-value]
     began_s = time.monotonic()
     with pytest.raises(EngineDeadError, match=reason):
         llm.generate("once", params, use_tqdm=False)

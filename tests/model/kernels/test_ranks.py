@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_all_ranks_get_the_same_sum(pool: ThreadPoolExecutor, size: int, dtype: 
     def work(rank: int) -> list[Tensor]:
         return [ends[rank].sum(parts[rank].clone()) for parts in many]
 
-    for sums in together(pool, [lambda rank=rank: work(rank) for rank in range(size)]):
+    for sums in together(pool, [partial(work, rank) for rank in range(size)]):
         assert all(torch.equal(found, in_order(parts)) for found, parts in zip(sums, many, strict=True))
 
 
@@ -65,7 +66,7 @@ def test_all_ranks_get_the_same_sum(pool: ThreadPoolExecutor, size: int, dtype: 
 def test_the_first_rank_gets_the_parts_side_by_side(pool: ThreadPoolExecutor, rows: int, columns: int) -> None:
     ends = ranks(3)
     parts = [torch.randn(rows, columns) for _ in ends]
-    joined = together(pool, [lambda rank=rank: ends[rank].join(parts[rank]) for rank in range(3)])
+    joined = together(pool, [partial(end.join, part) for end, part in zip(ends, parts, strict=True)])
     assert torch.equal(joined[0], torch.cat(parts, dim=1))
     assert all(other.shape == joined[0].shape for other in joined)
 
@@ -84,7 +85,7 @@ def test_sums_and_joins_that_follow_each_other_do_not_mix(pool: ThreadPoolExecut
                 ends[rank].join(torch.ones(2, 5))
         return found
 
-    for found in together(pool, [lambda rank=rank: work(rank) for rank in range(3)]):
+    for found in together(pool, [partial(work, rank) for rank in range(3)]):
         assert found == [6.0 * turn for turn in range(300)]
 
 
