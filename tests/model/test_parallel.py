@@ -169,7 +169,8 @@ def test_the_offline_engine_shares_a_model_out(tmp_path: Path) -> None:
     """And its text, vectors and verdicts stay what they were."""
     found = []
     for size in (1, 2):
-        with LLM("demo", dtype="float32", max_model_len=256, num_threads=1, tensor_parallel_size=size) as llm:
+        chosen: dict[str, Any] = {"max_model_len": 256, "num_threads": 1, "speculation": "ngram"}
+        with LLM("demo", dtype="float32", tensor_parallel_size=size, **chosen) as llm:
             params = SamplingParams(temperature=0, max_tokens=40)
             chat = llm.chat([{"role": "user", "content": "What is 12 + 7?"}], params, use_tqdm=False)
             vector = llm.embed(["a word", "another"], use_tqdm=False)[1].outputs.embedding
