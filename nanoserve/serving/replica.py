@@ -292,8 +292,10 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     from nanoserve.engine.async_engine import AsyncEngine
     from nanoserve.engine.core import EngineCore
     from nanoserve.model.build import build
+    from nanoserve.serving.logs import join_serves_log
     from nanoserve.serving.tp_group import launcher
 
+    join_serves_log()
     loaded = build(args, launcher(args.tensor_parallel_size))
     core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=loaded.info.name)
     card = EngineCard(
