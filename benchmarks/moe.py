@@ -74,8 +74,8 @@ def make_layer(shape: MoEShape, method: LinearMethod, kernels: Kernels) -> Spars
     )
     layer = SparseMoE(config, shape.hidden_size, dtype=torch.bfloat16, method=method, kernels=kernels)
     generator = torch.Generator().manual_seed(0)
-    for weight in layer.slots("").values():
-        weight.normal_(0.0, 0.02, generator=generator)
+    for slot in layer.slots("").values():
+        slot.memory.normal_(0.0, 0.02, generator=generator)
     layer.prepare()
     return layer
 

@@ -7,6 +7,7 @@ being the same checkpoint with `--quantization none`. Writes benchmarks/results/
 """
 
 import argparse
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ def main() -> None:
 def logits_of(model: str, quantization: str, num_tokens: int) -> Tensor:
     """[num_tokens, vocab_size], after each token of one prompt."""
     loaded = build(EngineArgs(model=model, quantization=quantization, kv_cache_memory="512MiB", block_size=_BLOCK))
-    runner, places = loaded.runner, torch.arange(num_tokens)
+    runner: Any = loaded.runner
+    places = torch.arange(num_tokens)
     ids = torch.randint(0, loaded.info.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     batch = ForwardBatch(
         token_ids=ids,

@@ -143,6 +143,7 @@ class LLM:
             recipe=EmbeddingRecipe.load(folder),
         )
         self._core = EngineCore(loaded.runner, scheduler, cache_salt=model)
+        self._fault = loaded.fault
         self._seed = settings.get("seed")
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -382,6 +383,8 @@ class LLM:
     def _step(self) -> tuple[RequestOutput, ...]:
         if self._closed:
             raise EngineDeadError("This LLM was shut down; make a new one.")
+        if (fault := self._fault()) is not None:
+            raise EngineDeadError(f"The engine failed: {fault}; make a new LLM.")
         return self._core.step().outputs
 
     def _abort(self, request_ids: Iterable[str]) -> None:

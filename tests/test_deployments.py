@@ -22,7 +22,7 @@ from tests.serving.service import command, free_port
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(290)]
 
 FILES = sorted(Path(__file__).parents[1].glob("deployments/*.yaml"))
-SMALL = {"model": "demo", "num_cpus": 0.2, "kv_cache_memory": "32MiB"}
+SMALL = {"model": "demo", "device": "cpu", "num_cpus": 0.2, "kv_cache_memory": "32MiB"}
 START_TIMEOUT_S = 150
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -34,7 +34,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--enforce-eager", action="store_const", const=True, help="no CUDA graphs; a CPU always runs eagerly"
     )
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="devices per engine (default: 1)")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes (on GPUs: devices) that share an engine's model out (default: 1)",
+    )
     group.add_argument("--speculation", choices=SPECULATION, help="guess tokens and verify them together")
     group.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="guesses a request and step (default: 8)"

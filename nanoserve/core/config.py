@@ -59,7 +59,8 @@ class EngineArgs:
 
     ``model``: a folder, a hub id or "demo". ``kv_cache_memory``: bytes or "4GiB"; None takes ``memory_fraction`` of
     what is free after loading. ``kv_cache_dtype``: "auto" (the activations') or "int8". ``max_model_len`` None: the
-    model's own, cut to what the KV pool can hold. ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of
+    model's own, cut to what the KV pool can hold. ``tensor_parallel_size`` ranks share the model, ``kv_cache_memory``
+    and ``num_threads`` out among them. ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of
     which None means 8, needs the latter.
     """
 

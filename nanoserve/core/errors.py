@@ -61,6 +61,10 @@ class EngineDeadError(NanoserveError):
     type = "server_error"
 
 
+class ShardLostError(EngineDeadError):
+    """A rank of a tensor-parallel engine died, hangs or failed, so the engine cannot go on."""
+
+
 class CheckpointError(NanoserveError):
     """A checkpoint cannot be loaded; the message names the file and the tensor."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Literal
 
-from nanoserve.core.errors import EngineDeadError, InvalidRequestError, UnavailableError
+from nanoserve.core.errors import EngineDeadError, InvalidRequestError, NanoserveError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.engine.core import EngineCore, EngineUpdate
@@ -38,7 +38,8 @@ class AsyncEngine:
 
     ``deliver`` is called on the engine thread: once a step, and every ``heartbeat_s`` while there is nothing to do. It
     must not block. A step may take long (a huge prompt on a small machine): ``beats`` counts what its executor has done
-    within it, and only one in which that stands still for ``stuck_after_s`` counts as stuck.
+    within it, and only one in which that stands still for ``stuck_after_s`` counts as stuck. ``fault`` says why the
+    executor can do no more, where that shows outside of a step: the engine ends with it.
 
     ``compile_grammar`` is called beside the engine thread for each request with a grammar, before the engine sees it;
     what it returns is kept until the request ends.
@@ -53,6 +54,7 @@ class AsyncEngine:
         stuck_after_s: float = 20.0,
         beats: Callable[[], int] = lambda: 0,
         compile_grammar: Callable[[Grammar], object] = lambda _: None,
+        fault: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -60,6 +62,7 @@ class AsyncEngine:
         self._heartbeat_s = heartbeat_s
         self._stuck_after_s = stuck_after_s
         self._beats = beats
+        self._fault = fault
         self._num_beats = 0
         self._clock = clock
         # A request to add, a request id to abort, or None to stop.
@@ -143,6 +146,8 @@ class AsyncEngine:
             num_open = len(self._open)
             if self._end is not None:
                 return EngineHealth(state="dead", reason=self._end[1], last_progress_s=age_s)
+        if (fault := self._fault()) is not None:  # the thread may hang in the step that this ends
+            return EngineHealth(state="dead", reason=f"The engine failed: {fault}.", last_progress_s=age_s)
         if not num_open:
             return EngineHealth(state="idle", reason="No requests.", last_progress_s=age_s)
         if age_s > self._stuck_after_s:
@@ -170,6 +175,8 @@ class AsyncEngine:
         end = _STOPPED
         try:
             while self._read_inbox():
+                if (fault := self._fault()) is not None:
+                    raise EngineDeadError(fault)
                 self._hand_over(self._core.step() if self._core.has_work else self._core.idle())
         except BaseException as error:  # a thread that just vanished would leave every client waiting
             logger.exception("engine failed step_id=%s", self._last_stats.step_id + 1)
@@ -238,5 +245,7 @@ class AsyncEngine:
 
 def _first_line(error: BaseException) -> str:
     """The error's class and the first line of its message, for users: what follows may name files."""
+    if isinstance(error, NanoserveError):
+        return error.message.rstrip(".")
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]:.200}".rstrip(".") if lines else type(error).__name__

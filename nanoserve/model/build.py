@@ -1,8 +1,9 @@
 """The one doorway from the floors above into tensors: settings in, a loaded model out."""
 
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ from nanoserve.model.kernels.native import library, why_not
 from nanoserve.model.kernels.native.fused import NativeKernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.loader import load_weights, tensor_names
+from nanoserve.model.parallel import ALONE, Collective
+from nanoserve.model.parallel.group import RankZero, Runner, ShardGroup
+from nanoserve.model.parallel.launcher import ChildProcesses, Launcher
 from nanoserve.model.quant import linear_method
 from nanoserve.model.runner import ModelRunner
+from nanoserve.model.shard_runner import ShardRunner
+from nanoserve.model.slots import Slots
 from nanoserve.model.threads import default_threads
 
 logger = logging.getLogger(__name__)
@@ -41,23 +47,60 @@ class LoadedModel:
     ``compile_grammar`` may be called from any thread, ahead of the request that needs the grammar.
     """
 
-    runner: ModelRunner
+    runner: Runner
     scheduler: SchedulerConfig
     info: ModelInfo
-    compile_grammar: Callable[[Grammar], object]
+    compile_grammar: Callable[[Grammar], object] = lambda _: None
+    shards: ShardGroup | None = None
+
+    def fault(self) -> str | None:
+        """Why the model can execute no more plans, where that is known; any thread may ask."""
+        return self.shards.fault if self.shards else None
 
 
-def build(args: EngineArgs) -> LoadedModel:
-    """Loads ``args.model`` and allocates its KV pool.
+Agree = Callable[[int, int], tuple[int, int]]
+"""From the KV blocks that a rank has room for, and the bytes of its weights, to what counts for all ranks together."""
+
+
+def build(args: EngineArgs, launcher: Launcher | None = None) -> LoadedModel:
+    """Loads ``args.model`` and allocates its KV pool; over several ranks with ``args.tensor_parallel_size``.
+
+    ``launcher`` starts the processes of the other ranks; None: children of this one.
 
     Raises:
         ConfigError: a setting cannot be met here. All settings are checked before weights are read.
         CheckpointError: the weights are incomplete or broken.
+        ShardLostError: another rank could not be started.
     """
     _refuse_unbuilt(args)
-    _set_threads(args.num_threads or default_threads())
+    if args.tensor_parallel_size == 1:
+        return build_rank(args, ALONE, lambda num_blocks, weights_bytes: (num_blocks, weights_bytes))
+    config = load_config(resolve_model(args.model), tuple(ARCHITECTURES))
+    config.of_rank(0, args.tensor_parallel_size)  # a mistake is told before anything is started
+    group = ShardGroup(args, launcher or ChildProcesses(), on_gpus=_device(args.device).type == "cuda")
+    try:
+        return _build_rank_zero(args, group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _build_rank_zero(args: EngineArgs, group: ShardGroup) -> LoadedModel:
+    def agree(num_blocks: int, weights_bytes: int) -> tuple[int, int]:
+        others = group.loaded()
+        num_blocks = min(num_blocks, *(other.num_blocks for other in others))
+        group.allocate(num_blocks)
+        return num_blocks, weights_bytes + sum(other.weights_bytes for other in others)
+
+    loaded = build_rank(args, group.collective, agree)
+    return replace(loaded, runner=RankZero(loaded.runner, group), shards=group)
+
+
+def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> LoadedModel:
+    """One rank's share of :func:`build`."""
+    _set_threads(max(1, (args.num_threads or default_threads()) // collective.size))
     folder = resolve_model(args.model)
-    config = load_config(folder, tuple(ARCHITECTURES))
+    config = load_config(folder, tuple(ARCHITECTURES)).of_rank(collective.rank, collective.size)
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
     method = linear_method(args.quantization)
@@ -73,9 +116,14 @@ def build(args: EngineArgs) -> LoadedModel:
         backend=backend,
         kernels=kernels,
         max_positions=max_model_len,
+        collective=collective,
     )
     num_parameters, weights_bytes = _load(network, folder)
-    pool, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
+    num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len)
+    num_blocks, weights_bytes = agree(num_blocks, weights_bytes)
+    scheduler = _scheduler(args, num_blocks=num_blocks, max_model_len=max_model_len)
+    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+    token_bytes = _token_bytes(backend, config, args.block_size)
     info = ModelInfo(
         name=args.model,
         architecture=architecture,
@@ -86,21 +134,27 @@ def build(args: EngineArgs) -> LoadedModel:
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
-        kv_bytes_per_token=_token_bytes(backend, config, args.block_size),
+        kv_bytes_per_token=token_bytes * collective.size,
         attention_backend=backend.name,
         attention_rejected=rejected,
+        tensor_parallel_size=collective.size,
+        collective=collective.name,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
+    batch = InputBatch(
+        max_num_seqs=args.max_num_seqs,
+        max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
+        block_size=args.block_size,
+    )
+    if collective.rank:
+        shard = ShardRunner(network, backend, pool, batch=batch)
+        return LoadedModel(runner=shard, scheduler=scheduler, info=info)
     grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
         backend,
         pool,
-        batch=InputBatch(
-            max_num_seqs=args.max_num_seqs,
-            max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
-            block_size=args.block_size,
-        ),
+        batch=batch,
         grammars=GrammarTable(grammars),
         max_num_seqs=args.max_num_seqs,
     )
@@ -139,21 +193,20 @@ def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -
 
 
 def _load(network: Any, folder: Path) -> tuple[int, int]:
-    """Fills the network and gives its weights their final form; returns how many parameters, and their bytes."""
-    slots: dict[str, torch.Tensor] = network.slots()
+    """Fills the network and gives its weights their final form.
+
+    Returns how many parameters the whole model has, and the bytes of those that are here.
+    """
+    slots: Slots = network.slots()
     load_weights(folder, slots)
-    counts = sum(slot.numel() for slot in slots.values()), sum(slot.nbytes for slot in slots.values())
+    num_parameters = sum(math.prod(slot.shape) for slot in slots.values())
+    counts = num_parameters, sum(slot.memory.nbytes for slot in slots.values())
     slots.clear()  # the views would keep every weight alive beside its packed form
     network.prepare()
     return counts
 
 
 def _refuse_unbuilt(args: EngineArgs) -> None:
-    if args.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"`tensor_parallel_size` must be 1; more is not built yet. Given: {args.tensor_parallel_size}.",
-            param="tensor_parallel_size",
-        )
     if args.kv_cache_dtype not in ("auto", "int8"):
         raise ConfigError(
             f"`kv_cache_dtype` must be auto or int8. Given: {args.kv_cache_dtype!r}.", param="kv_cache_dtype"
@@ -197,21 +250,21 @@ def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int
     return elements * backend.kv_dtype.itemsize // block_size
 
 
-def _allocate(
-    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int
-) -> tuple[KVPool, SchedulerConfig]:
-    """The pool that the memory settings buy; ``max_model_len`` is cut to what it holds."""
-    blocks_per_request = -(-max_model_len // args.block_size)
-    num_blocks = count_blocks(
+def _count_blocks(args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int) -> int:
+    """The KV blocks that the memory settings buy on this rank."""
+    return count_blocks(
         args,
         block_bytes=_token_bytes(backend, config, args.block_size) * args.block_size,
-        max_useful_blocks=blocks_per_request * args.max_num_seqs,
+        max_useful_blocks=-(-max_model_len // args.block_size) * args.max_num_seqs,
     )
+
+
+def _scheduler(args: EngineArgs, *, num_blocks: int, max_model_len: int) -> SchedulerConfig:
+    """``max_model_len`` is cut to what the pool holds."""
     capacity = num_blocks * args.block_size
     if capacity < max_model_len:
         logger.warning("max_model_len is cut to what the KV cache holds from=%d to=%d", max_model_len, capacity)
-    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
-    scheduler = SchedulerConfig(
+    return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -222,4 +275,3 @@ def _allocate(
         max_queued_tokens=args.max_queued_tokens,
         num_speculative_tokens=args.max_drafts,
     )
-    return pool, scheduler

@@ -6,11 +6,12 @@ Whatever the network cannot compute exactly is refused here, by name, before any
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanoserve.core.errors import ConfigError
+from nanoserve.model.share import WHOLE, Share
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_THETA = 10_000.0  # transformers' default when neither place names one
@@ -53,7 +54,11 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model. ``dtype`` is the checkpoint's own; ``max_positions`` its context length."""
+    """The shape of a decoder-only model. ``dtype`` is the checkpoint's own; ``max_positions`` its context length.
+
+    Counts of heads and inner features may be one rank's (:meth:`of_rank`): ``share`` of the whole model's, for KV heads
+    ``kv_share``.
+    """
 
     architecture: str
     vocab_size: int
@@ -70,11 +75,45 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     moe: MoEConfig | None = None
+    share: Share = WHOLE
+    kv_share: Share = WHOLE
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
         """Sizes of the rows that norms and activations see."""
         return (self.hidden_size, self.intermediate_size, *((self.moe.intermediate_size,) if self.moe else ()))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "ModelConfig":
+        """The sizes of what ``rank`` holds; where KV heads are fewer than ranks, several hold the same one.
+
+        The vocabulary stays whole here: its shares need not be equal (``layers/embedding.py``).
+
+        Raises:
+            ConfigError: the model cannot be shared out evenly.
+        """
+        self._check_shares(num_ranks)
+        num_kv_shares = min(num_ranks, self.num_kv_heads)
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=self.num_kv_heads // num_kv_shares,
+            intermediate_size=self.intermediate_size // num_ranks,
+            moe=self.moe and replace(self.moe, intermediate_size=self.moe.intermediate_size // num_ranks),
+            share=Share(rank, num_ranks),
+            kv_share=Share(rank * num_kv_shares // num_ranks, num_kv_shares),
+        )
+
+    def _check_shares(self, num_ranks: int) -> None:
+        counts = {"attention heads": self.num_heads, "inner features": self.intermediate_size}
+        if self.moe is not None:
+            counts["inner features of an expert"] = self.moe.intermediate_size
+        wishes = [f"divide the model's {count} {name}" for name, count in counts.items() if count % num_ranks]
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            wishes.append(f"divide the model's {self.num_kv_heads} KV heads or be a multiple of them")
+        if wishes:
+            raise ConfigError(
+                f"`tensor_parallel_size` must {wishes[0]}. Given: {num_ranks}.", param="tensor_parallel_size"
+            )
 
 
 def load_config(folder: Path, architectures: tuple[str, ...]) -> ModelConfig:

@@ -9,7 +9,8 @@ class ModelInfo:
 
     ``name`` is what the user asked for. ``tasks``: of "generate", "embed" and "score", those that the network can do.
     ``vocab_size`` counts embedding rows. ``attention_rejected`` holds (backend, reason) for each backend that was
-    considered before ``attention_backend`` and refused.
+    considered before ``attention_backend`` and refused. Over several ranks, ``weights_bytes`` and
+    ``kv_bytes_per_token`` are of all of them, and ``collective`` says how they sum.
     """
 
     name: str
@@ -24,3 +25,5 @@ class ModelInfo:
     kv_bytes_per_token: int
     attention_backend: str
     attention_rejected: tuple[tuple[str, str], ...] = ()
+    tensor_parallel_size: int = 1
+    collective: str = "none"

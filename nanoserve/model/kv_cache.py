@@ -41,16 +41,16 @@ class KVPool:
 
 
 def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) -> int:
-    """Blocks that the memory settings buy; never more than ``max_useful_blocks`` unless a size was asked for.
+    """Blocks that a rank's share of the memory buys; never more than ``max_useful_blocks`` unless a size was asked for.
 
     Raises:
         ConfigError: not even one block fits.
     """
     if args.kv_cache_memory is not None:
-        budget = parse_bytes(args.kv_cache_memory)
+        budget = parse_bytes(args.kv_cache_memory) // args.tensor_parallel_size
         num_blocks = budget // block_bytes
     else:
-        budget = _default_budget(args.memory_fraction)
+        budget = _default_budget(args.memory_fraction) // args.tensor_parallel_size
         num_blocks = min(budget // block_bytes, max_useful_blocks)
     if num_blocks < 1:
         raise ConfigError(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.core.errors import CheckpointError
+from nanoserve.model.slots import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,17 @@ class _Stored:
         whole = tuple(self.handle.get_slice(self.name).get_shape())
         return whole if self.rows is None else (self.rows.stop - self.rows.start, *whole[2:])
 
-    def read(self) -> Tensor:
+    def read(self, where: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor, or the entries ``where``; the rest of the file is not read."""
         try:
-            if self.rows is None:
-                tensor: Tensor = self.handle.get_tensor(self.name)
+            if self.rows is not None:
+                rows, *others = where or (slice(0, self.rows.stop - self.rows.start),)
+                rows = slice(self.rows.start + rows.start, self.rows.start + rows.stop)
+                tensor: Tensor = self.handle.get_slice(self.name)[(self.expert, rows, *others)]
+            elif where is not None:
+                tensor = self.handle.get_slice(self.name)[where]
             else:
-                tensor = self.handle.get_slice(self.name)[self.expert, self.rows]
+                tensor = self.handle.get_tensor(self.name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{self.file.name}: {self.name} cannot be read: {error}") from error
         if not tensor.is_floating_point():
@@ -61,8 +67,8 @@ class _Stored:
         return tensor
 
 
-def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
-    """Fills ``slots`` (checkpoint name -> memory) from the safetensors files in ``folder``, converting dtypes.
+def load_weights(folder: Path, slots: Mapping[str, Slot]) -> None:
+    """Fills ``slots`` (by checkpoint name) from the safetensors files in ``folder``, converting dtypes.
 
     A tensor ``...experts.gate_up_proj`` or ``...experts.down_proj`` stands for those of its experts one by one.
     A stored ``lm_head.weight`` without a slot means tied embeddings: it is left out, with a warning if it differs.
@@ -74,7 +80,7 @@ def load_weights(folder: Path, slots: Mapping[str, Tensor]) -> None:
         stored = _named_as(slots, _unstacked(_open_all(folder, stack)))
         _check(stored, slots, folder)
         for name, slot in slots.items():
-            slot.copy_(stored[name].read())
+            slot.memory.copy_(stored[name].read(slot.where))
         if _LM_HEAD in stored and _LM_HEAD not in slots and _EMBEDDING in slots:
             _warn_if_head_differs(stored, slots)
 
@@ -89,7 +95,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
         return frozenset(_open_all(folder, stack))
 
 
-def _named_as(slots: Mapping[str, Tensor], stored: dict[str, _Stored]) -> dict[str, _Stored]:
+def _named_as(slots: Mapping[str, Slot], stored: dict[str, _Stored]) -> dict[str, _Stored]:
     """A network without a head knows its tensors by their bare names; some exports keep the prefix all the same."""
     if _EMBEDDING in slots or _EMBEDDING not in stored:
         return stored
@@ -190,12 +196,12 @@ def _check_start(file: Path) -> None:
         raise CheckpointError(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`.")
 
 
-def _check(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor], folder: Path) -> None:
+def _check(stored: Mapping[str, _Stored], slots: Mapping[str, Slot], folder: Path) -> None:
     for name, slot in slots.items():
         if name not in stored:
             raise CheckpointError(_missing(name, stored, folder))
         shape = stored[name].shape()
-        if shape != tuple(slot.shape):
+        if shape != slot.shape:
             raise CheckpointError(
                 f"{stored[name].file.name}: {name} has shape {list(shape)}; config.json asks for {list(slot.shape)}."
             )
@@ -210,9 +216,10 @@ def _missing(name: str, stored: Mapping[str, _Stored], folder: Path) -> str:
     return f"The tensor {name} is missing from {files}{reason}."
 
 
-def _warn_if_head_differs(stored: Mapping[str, _Stored], slots: Mapping[str, Tensor]) -> None:
-    head = stored[_LM_HEAD].read().to(slots[_EMBEDDING].dtype)
-    if not torch.equal(head, slots[_EMBEDDING]):
+def _warn_if_head_differs(stored: Mapping[str, _Stored], slots: Mapping[str, Slot]) -> None:
+    embedding = slots[_EMBEDDING]
+    head = stored[_LM_HEAD].read(embedding.where).to(embedding.memory.dtype)
+    if not torch.equal(head, embedding.memory):
         logger.warning(
             "config.json ties the embeddings, so the different lm_head.weight that is stored is not used file=%s",
             stored[_LM_HEAD].file.name,

@@ -29,7 +29,7 @@ from nanoserve.model.pooling import pool
 from nanoserve.model.sampler import Sampler, Samples
 from nanoserve.model.sampling_table import SamplingTable
 
-_SCORED_ROWS_AT_ONCE = 64  # prompt logprobs: 64 rows of 152k float32 logits are 39 MB
+SCORED_ROWS_AT_ONCE = 64  # prompt logprobs: 64 rows of 152k float32 logits are 39 MB
 
 
 class Network(Protocol):
@@ -178,8 +178,8 @@ class ModelRunner:
         following = request.num_computed_tokens + len(request.token_ids) - request.num_logits + 1
         targets = state.token_ids[following : following + len(hidden)]
         entries: list[TokenLogprobs] = []
-        for start in range(0, len(hidden), _SCORED_ROWS_AT_ONCE):
-            part = hidden[start : start + _SCORED_ROWS_AT_ONCE]
+        for start in range(0, len(hidden), SCORED_ROWS_AT_ONCE):
+            part = hidden[start : start + SCORED_ROWS_AT_ONCE]
             wanted = targets[start : start + len(part)]
             entries += score(self._network.logits(part), wanted, [num_top] * len(part))
         return tuple(entries)

@@ -73,7 +73,8 @@ def _engine(name: str, model: ModelArgs, args: ServingArgs) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=3,
-        ray_actor_options=_engine_resources(model),
+        ray_actor_options=_rank_resources(model),
+        **_ranks(model),
         **_scale(model),
     )
 
@@ -103,7 +104,19 @@ def _scale(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _engine_resources(args: ModelArgs) -> dict[str, Any]:
+def _ranks(args: ModelArgs) -> dict[str, Any]:
+    """A bundle a rank, on one node where that has room; the replica itself, rank 0, lies in the first."""
+    if args.engine.tensor_parallel_size == 1:
+        return {}
+    resources = _rank_resources(args)
+    bundle = {"CPU": resources["num_cpus"]} | ({"GPU": resources["num_gpus"]} if resources["num_gpus"] else {})
+    return {
+        "placement_group_bundles": [dict(bundle) for _ in range(args.engine.tensor_parallel_size)],
+        "placement_group_strategy": "PACK",
+    }
+
+
+def _rank_resources(args: ModelArgs) -> dict[str, Any]:
     num_cpus = ENGINE_CPUS if args.num_cpus is None else args.num_cpus
     num_gpus = args.num_gpus if args.num_gpus is not None else float(args.engine.device == "cuda")
     return {"num_cpus": num_cpus, "num_gpus": num_gpus}

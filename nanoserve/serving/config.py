@@ -19,7 +19,8 @@ class ModelArgs(BaseModel):
     waiting tokens, KV blocks, and ``ttft_goal_s``, the seconds that a request may wait for its first step. A signal has
     to last for ``upscale_delay_s`` or ``downscale_delay_s``. With ``min_replicas`` 0 idle engines go, and requests wait
     at the door for one to come back.
-    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU if there is one.
+    ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine, or for each rank of one with
+    ``tensor_parallel_size``; None: a little CPU, and a GPU if there is one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -191,6 +191,14 @@ class FeedStream:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LostEngine:
+    """An engine that went without leaving, and what it or its silence said."""
+
+    peer_id: str
+    reason: str
+
+
 class FeedDoor:
     """Owns peers and open streams of one router process."""
 
@@ -219,6 +227,7 @@ class FeedDoor:
         self._emptied = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self.last_lost: LostEngine | None = None
         self._spawn(self._watch())
 
     # ---- what the app asks
@@ -269,6 +278,8 @@ class FeedDoor:
         if any(self._serves(peer) for peer in self._peers.values()) or self._sleeps():
             return None
         reasons = [self._reason(peer) for peer in self.peers]
+        if self.last_lost is not None:
+            reasons.append(f"The last engine was lost: {self.last_lost.reason}")
         return " ".join(reasons) or "No engine has started yet."
 
     def wake(self) -> None:
@@ -543,6 +554,7 @@ class FeedDoor:
         logger.warning("engine lost peer=%s num_streams=%d reason=%s", peer.peer_id, len(peer.streams), reason)
         calls, peer.queue, peer.in_flight = [*peer.in_flight, *peer.queue], [], []
         streams = list(peer.streams.values())
+        self.last_lost = LostEngine(peer.peer_id, reason)
         self._close_peer(peer, readopt_after_s)
         for call in calls:
             if call.done is not None and not call.done.done():

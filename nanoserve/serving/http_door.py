@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nanoserve.core.errors import CheckpointError, ConfigError
@@ -46,7 +47,10 @@ class ModelDoor:
     def details(self) -> dict[str, object]:
         card = self.feed.card()
         engines = [{"replica": peer.peer_id, "state": peer.health, "reason": peer.reason} for peer in self.feed.peers]
-        return {"engines": engines, "model": dict(card.info) if card else None}
+        told: dict[str, object] = {"engines": engines, "model": dict(card.info) if card else None}
+        if self.feed.last_lost is not None:
+            told["last_lost"] = asdict(self.feed.last_lost)
+        return told
 
     def _serve(self, card: EngineCard) -> ServedModel:
         limits = ModelLimits(

@@ -293,9 +293,12 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     from nanoserve.engine.async_engine import AsyncEngine
     from nanoserve.engine.core import EngineCore
     from nanoserve.model.build import build
+    from nanoserve.serving.logs import join_serves_log
+    from nanoserve.serving.tp_group import launcher
 
+    join_serves_log()
     imported_s = time.monotonic()
-    loaded = build(args)
+    loaded = build(args, launcher(args.tensor_parallel_size))
     core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=loaded.info.name)
     card = EngineCard(
         engine_id=uuid.uuid4().hex,
@@ -308,5 +311,11 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         info=asdict(loaded.info)
         | {"imports_s": round(imported_s - began_s, 2), "load_s": round(time.monotonic() - imported_s, 2)},
     )
-    compile_grammar = loaded.compile_grammar
-    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, compile_grammar=compile_grammar), card
+    engine = AsyncEngine(
+        core,
+        deliver,
+        beats=lambda: loaded.runner.num_beats,
+        fault=loaded.fault,
+        compile_grammar=loaded.compile_grammar,
+    )
+    return engine, card

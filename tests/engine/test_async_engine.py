@@ -116,6 +116,32 @@ def test_an_idle_engine_keeps_reporting() -> None:
             assert is_all_zero(door.wait_for(lambda _: True).stats)
 
 
+def test_a_fault_outside_of_a_step_ends_an_idle_engine() -> None:
+    door, faults = Door(), list[str]()
+    with engine(door, fault=lambda: faults[0] if faults else None) as running:
+        running.submit(make_request("a", 3, max_tokens=1))
+        door.wait_until_finished("a")
+        faults.append("shard 1 died")
+        health = running.health()
+        assert (health.state, health.reason) == ("dead", "The engine failed: shard 1 died.")
+        running._thread.join(TIMEOUT_S)
+        with pytest.raises(EngineDeadError, match=r"^The engine failed: shard 1 died\.$"):
+            running.submit(make_request("b", 3, max_tokens=1))
+
+
+def test_a_fault_is_told_while_the_step_that_it_broke_still_hangs() -> None:
+    door, gate, faults = Door(), Gate(), list[str]()
+    with engine(door, before_step=gate, fault=lambda: faults[0] if faults else None) as running:
+        running.submit(make_request("a", 3, max_tokens=5))
+        gate.plans.get(timeout=TIMEOUT_S)  # the engine stands in the step
+        assert running.health().state == "running"
+        faults.append("shard 2 did not answer for 10 s")
+        assert running.health().reason == "The engine failed: shard 2 did not answer for 10 s."
+        gate.permits.release()
+        door.wait_until_finished("a")
+    assert door.outputs["a"][-1].error == ("server_error", "The engine failed: shard 2 did not answer for 10 s.")
+
+
 def test_submit_refuses_at_once_while_a_step_runs() -> None:
     """Validation, double ids and the bounded queue are judged in the caller's thread, with the inbox counted in."""
     door, gate = Door(), Gate()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from nanoserve.serving.config import ServingArgs
+from nanoserve.serving.config import ModelArgs, ServingArgs
 from tests.k8s import core, strict
 
 Json = dict[str, Any]
@@ -144,12 +144,31 @@ def test_ray_the_image_and_the_code_are_of_one_version(service: Json) -> None:
 def test_the_workers_hold_what_the_configuration_asks_for(service: Json) -> None:
     args = _args(service)
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    wanted = sum((model.max_replicas or model.num_replicas) * (model.num_cpus or 0.1) for model in args.served)
+    wanted = sum((model.max_replicas or model.num_replicas) * _cpus(model) for model in args.served)
     cpus = sum(
         group["maxReplicas"] * float(group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"])
         for group in workers
     )
     assert cpus >= wanted + args.num_routers * 0.1
+
+
+def _cpus(model: ModelArgs) -> float:
+    """Of all ranks of one engine."""
+    return (model.num_cpus or 0.1) * model.engine.tensor_parallel_size
+
+
+@every_service
+def test_a_worker_holds_all_ranks_of_an_engine(service: Json) -> None:
+    """On one machine they sum through its memory or between its GPUs; over the network they would crawl."""
+    pods = [
+        group["template"]["spec"]["containers"][0]["resources"]["requests"]
+        for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    ]
+    for model in _args(service).served:
+        num_gpus = model.engine.tensor_parallel_size if model.engine.device == "cuda" else 0
+        assert any(
+            float(pod["cpu"]) > _cpus(model) and int(pod.get("nvidia.com/gpu", 0)) == num_gpus for pod in pods
+        ), model.name
 
 
 def test_every_name_that_is_referred_to_is_there() -> None:
@@ -164,7 +183,7 @@ def test_every_name_that_is_referred_to_is_there() -> None:
     assert f'"redisAddress": "{redis["metadata"]["name"]}:{port}"' in text
 
 
-@pytest.mark.parametrize("name", ["nanoserve", "nanoserve-many"])
+@pytest.mark.parametrize("name", ["nanoserve", "nanoserve-many", "nanoserve-tp", "nanoserve-tp-gpu"])
 def test_a_disruption_budget_is_of_the_engines(name: str) -> None:
     budgets = {document["metadata"]["name"]: document for document in strict.documents("PodDisruptionBudget")}
     wanted = budgets[f"{name}-engines"]["spec"]["selector"]["matchLabels"].items()
@@ -187,9 +206,3 @@ def test_an_incremental_upgrade_has_what_kuberay_asks_for() -> None:
         options = spec["upgradeStrategy"]["clusterUpgradeOptions"]
         assert options["stepSizePercent"] <= options["maxSurgePercent"]
         assert spec["rayClusterDeletionDelaySeconds"] > 120
-
-
-def test_nothing_claims_what_is_not_built() -> None:
-    for path in [*DEPLOYMENTS.glob("*.yaml"), *MANIFESTS]:
-        text = path.read_text()
-        assert not re.search(r"tensor_parallel_size: [2-9]|device: cuda|nvidia.com/gpu", text), path.name

@@ -31,7 +31,7 @@ def args(folder: Path, **overrides: Any) -> EngineArgs:
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("tensor_parallel_size", 2, "must be 1"),
+        ("tensor_parallel_size", 3, "must divide"),
         ("tensor_parallel_size", 0, "must be >= 1"),
         ("quantization", "fp8", "not built yet"),
         ("device", "cuda", "cuda"),

@@ -250,7 +250,7 @@ def make_layer(config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> tuple
         kernels=choose_kernels(hidden_size, config.intermediate_size),
     )
     generator = torch.Generator().manual_seed(0)
-    weights = layer.slots("")
+    weights = {name: slot.memory for name, slot in layer.slots("").items()}
     for weight in weights.values():
         weight.normal_(0.0, 0.3, generator=generator)
     copies = {name: weight.clone() for name, weight in weights.items()}

@@ -102,8 +102,9 @@ def test_fewer_dimensions_are_cut_and_scaled_anew(saved: Saved) -> None:
     assert numbers(last["p0"]) == pytest.approx(saved.embed(prompt, 10), abs=2e-5)
 
 
-def test_scores_are_the_logits_of_the_last_token(saved: Saved) -> None:
-    core = EngineCore(*_parts(load(saved, max_num_batched_tokens=11)))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_scores_are_the_logits_of_the_last_token(saved: Saved, num_ranks: int) -> None:
+    core = EngineCore(*_parts(load(saved, max_num_batched_tokens=11, tensor_parallel_size=num_ranks)))
     prompts, token_ids = some_prompts(12, seed=1), (400, 3, 77)
     both = [*asking(prompts, PoolingParams(kind=PoolingKind.SCORE, token_ids=token_ids)), *asking(prompts, EMBED, "e")]
     last = run(core, both)
@@ -112,12 +113,13 @@ def test_scores_are_the_logits_of_the_last_token(saved: Saved) -> None:
             logits = saved.model(torch.tensor([prompt])).logits[0, -1, list(token_ids)]
         assert numbers(last[f"p{index}"]) == pytest.approx(logits.tolist(), abs=1e-4)
         assert numbers(last[f"e{index}"]) == pytest.approx(saved.embed(prompt), abs=2e-5)
+    core.close()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_checkpoint_loads(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "num_ranks"), [*[(form, 1) for form in FORMS], ("classifier", 2)])
+def test_every_form_of_a_checkpoint_loads(tmp_path: Path, form: str, num_ranks: int) -> None:
     saved = write(tmp_path, form, seed=4)
-    loaded = load(saved)
+    loaded = load(saved, tensor_parallel_size=num_ranks)
     tasks = {"causal": ("generate", "embed", "score"), "tied": ("generate", "embed", "score"), "classifier": ("score",)}
     assert loaded.info.tasks == tasks.get(form, ("embed",))
     assert loaded.info.hidden_size == 64
@@ -130,6 +132,7 @@ def test_every_form_of_a_checkpoint_loads(tmp_path: Path, form: str) -> None:
     with torch.inference_mode():
         yes, no = saved.model(torch.tensor([prompt])).logits[0, -1, [saved.id_of("yes"), saved.id_of("no")]].tolist()
     assert numbers(last["p0"]) == pytest.approx([yes - no], abs=1e-3)
+    core.close()
 
 
 def test_a_bare_checkpoint_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:

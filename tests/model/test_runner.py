@@ -305,7 +305,8 @@ def test_bfloat16_stays_near_float32(reference: Reference, tmp_path: Path) -> No
 def all_logits(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
     """The logits that the runner's sampler would see after each token of ``prompt``."""
     seen: list[torch.Tensor] = []
-    network = loaded.runner._network
+    runner: Any = loaded.runner
+    network = runner._network
     original = network.logits
 
     class Spy:
@@ -317,7 +318,7 @@ def all_logits(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
             seen.append(original(hidden))
             return seen[-1]
 
-    loaded.runner._network = Spy()
+    runner._network = Spy()
     Driver(loaded, Habits(max_chunk=1)).run([prompt], [params(prompt_logprobs=0, max_tokens=1)])
     return torch.cat(seen).double()
 

@@ -38,10 +38,18 @@ def free_port() -> int:
 class Service:
     """One running ``nanoserve serve``. ``lines``: what it printed so far."""
 
-    def __init__(self, folder: Path, *, proxy: str, step_s: float = 0.02, **args: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        proxy: str,
+        step_s: float = 0.02,
+        import_path: str = "tests.serving.fakes:build",
+        **args: Any,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        app = {"name": "fake", "import_path": "tests.serving.fakes:build", "args": args}
+        app = {"name": "fake", "import_path": import_path, "args": args}
         config = folder / "serve.yaml"
         config.write_text(yaml.safe_dump({"http_options": {"port": self.port}, "applications": [app]}))
         environment = os.environ | {"NANOSERVE_TEST_STEP_S": str(step_s), "TMPDIR": "/tmp"}

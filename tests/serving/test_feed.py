@@ -233,6 +233,8 @@ async def test_a_poisoned_request_takes_no_more_than_its_attempts(rig: Rig) -> N
     _, last = await read(await rig.door.open(request("poison", prompt=(fakes.POISON, 1))))
     assert last.error is not None
     assert "poisoned" in last.error[1]
+    assert rig.door.last_lost is not None
+    assert "poisoned" in rig.door.last_lost.reason
     assert await asyncio.gather(*answers) == [answer(each) for each in asked]
 
 

@@ -19,23 +19,28 @@ from nanoserve.model.layers.linear import Linear
 from nanoserve.model.layers.mlp import GatedMLP
 from nanoserve.model.layers.norm import RMSNorm
 from nanoserve.model.layers.rotary import RotaryEmbedding
+from nanoserve.model.parallel import ALONE, Collective
 from nanoserve.model.quant.base import LinearMethod
+from nanoserve.model.slots import Slot, Slots
 
 
 class FeedForward(Protocol):
     """The second half of a decoder layer."""
 
-    def slots(self, prefix: str) -> dict[str, Tensor]: ...
+    def slots(self, prefix: str) -> Slots: ...
 
     def prepare(self) -> None: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> the same shape."""
+        """[num_tokens, hidden_size] -> the same shape; on a rank of several an addend of the result."""
         ...
 
 
 class DecoderLayer:
-    """Attention, then the feed-forward layer, each behind a norm and added to the residual stream."""
+    """Attention, then the feed-forward layer, each behind a norm and added to the residual stream.
+
+    ``config``: the sizes of this rank.
+    """
 
     def __init__(
         self,
@@ -46,17 +51,19 @@ class DecoderLayer:
         method: LinearMethod,
         backend: AttentionBackend,
         kernels: Kernels,
+        collective: Collective,
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._sum = collective.sum
         self.input_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.self_attn = Attention(config, dtype=dtype, method=method, backend=backend)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, kernels)
         self.mlp = mlp
 
-    def slots(self, prefix: str) -> dict[str, Tensor]:
+    def slots(self, prefix: str) -> Slots:
         return {
-            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
-            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+            f"{prefix}input_layernorm.weight": Slot(self.input_layernorm.weight),
+            f"{prefix}post_attention_layernorm.weight": Slot(self.post_attention_layernorm.weight),
             **self.self_attn.slots(f"{prefix}self_attn."),
             **self.mlp.slots(f"{prefix}mlp."),
         }
@@ -87,12 +94,15 @@ class DecoderLayer:
     ) -> Tensor:
         """Adds ``delta`` (of the layer before) and attention to the residual stream ``x`` in place; gives its own."""
         normed = self.input_layernorm(x) if delta is None else self.input_layernorm.after_adding(x, delta)
-        attended = self.self_attn(normed, cos, sin, kv, metadata)
-        return self.mlp(self.post_attention_layernorm.after_adding(x, attended))
+        attended = self._sum(self.self_attn(normed, cos, sin, kv, metadata))
+        return self._sum(self.mlp(self.post_attention_layernorm.after_adding(x, attended)))
 
 
 class Qwen3ForCausalLM:
-    """The network from token ids to logits. ``max_positions`` bounds the rotary tables."""
+    """The network from token ids to logits. ``max_positions`` bounds the rotary tables.
+
+    ``config``: the sizes of one rank of ``collective`` (``ModelConfig.of_rank``).
+    """
 
     def __init__(
         self,
@@ -103,22 +113,27 @@ class Qwen3ForCausalLM:
         backend: AttentionBackend,
         kernels: Kernels,
         max_positions: int,
+        collective: Collective = ALONE,
     ) -> None:
-        hidden, vocab = config.hidden_size, config.vocab_size
+        hidden = config.hidden_size
         self._tied = config.tie_word_embeddings
-        self.embed_tokens = Embedding(vocab, hidden, dtype)
+        self.embed_tokens = Embedding(config.vocab_size, hidden, dtype, collective)
+        vocab = self.embed_tokens.share
         mlps = [
             self.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
             for index in range(config.num_layers)
         ]
         self.layers = [
-            DecoderLayer(config, mlp, dtype=dtype, method=method, backend=backend, kernels=kernels) for mlp in mlps
+            DecoderLayer(
+                config, mlp, dtype=dtype, method=method, backend=backend, kernels=kernels, collective=collective
+            )
+            for mlp in mlps
         ]
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype, kernels)
-        self.lm_head = Linear(hidden, {"lm_head": vocab}, bias=False, dtype=dtype, method=method)
+        self.lm_head = Linear(hidden, {"lm_head": vocab.size}, bias=False, dtype=dtype, method=method)
         if self._tied:
             self.lm_head.share(self.embed_tokens)
-        self._kernels, self._backend = kernels, backend
+        self._kernels, self._backend, self._collective, self._vocab = kernels, backend, collective, vocab
         self._stack: Stack | None = None
         self._rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=max_positions, dtype=dtype)
 
@@ -127,14 +142,17 @@ class Qwen3ForCausalLM:
         config: ModelConfig, index: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
     ) -> FeedForward:
         """The feed-forward layer of decoder layer ``index``."""
-        return GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, method=method, kernels=kernels)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return GatedMLP(hidden, inner, dtype=dtype, method=method, kernels=kernels, share=config.share)
 
-    def slots(self) -> dict[str, Tensor]:
+    def slots(self) -> Slots:
         """Checkpoint name -> memory to fill. With tied embeddings there is no ``lm_head.weight`` to load."""
-        slots = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
+        slots = {"model.embed_tokens.weight": self.embed_tokens.slot(), "model.norm.weight": Slot(self.norm.weight)}
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}.")
-        return slots if self._tied else slots | self.lm_head.slots("")
+        if self._tied:
+            return slots
+        return slots | {name: self._vocab.slot(slot.memory) for name, slot in self.lm_head.slots("").items()}
 
     def prepare(self) -> None:
         """Gives every loaded weight its final form, layer by layer, so that memory never holds two of all."""
@@ -147,7 +165,8 @@ class Qwen3ForCausalLM:
         """Lets the kernels run all layers as one operation where they can, after the layers were prepared."""
         parts = [layer.parts() for layer in self.layers]
         dense = [part for part in parts if part is not None]
-        self._stack = self._kernels.fuse(dense, self._backend) if len(dense) == len(parts) else None
+        are_all = len(dense) == len(parts)
+        self._stack = self._kernels.fuse(dense, self._backend, self._collective) if are_all else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_layers: Iterable[Tensor], metadata: object) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of flat ``token_ids`` and ``positions`` [num_tokens]; stores KV."""
@@ -161,5 +180,5 @@ class Qwen3ForCausalLM:
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] of :meth:`forward` -> [num_rows, vocab_size]."""
-        return self.lm_head(self.norm(hidden))
+        """[num_rows, hidden_size] of :meth:`forward` -> [num_rows, vocab_size]; values are rank 0's alone."""
+        return self._collective.join(self.lm_head(self.norm(hidden)))[:, : self._vocab.whole]

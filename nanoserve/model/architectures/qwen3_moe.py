@@ -23,4 +23,5 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         assert config.moe is not None, "the configuration of a mixture of experts says so"
         if index in config.moe.dense_layers:
             return Qwen3ForCausalLM.feed_forward(config, index, dtype=dtype, method=method, kernels=kernels)
-        return SparseMoE(config.moe, config.hidden_size, dtype=dtype, method=method, kernels=kernels)
+        hidden, share = config.hidden_size, config.share
+        return SparseMoE(config.moe, hidden, dtype=dtype, method=method, kernels=kernels, share=share)

@@ -15,6 +15,7 @@ from nanoserve.model.config import ModelConfig
 from nanoserve.model.layers.linear import Linear
 from nanoserve.model.layers.norm import RMSNorm
 from nanoserve.model.quant import linear_method
+from nanoserve.model.slots import Slots
 
 
 class _Headless:
@@ -41,7 +42,7 @@ class _Headless:
 class Qwen3Model(_Headless):
     """Embeddings only."""
 
-    def slots(self) -> dict[str, Tensor]:
+    def slots(self) -> Slots:
         return {name.removeprefix("model."): slot for name, slot in self._body.slots().items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class Qwen3ForSequenceClassification(_Headless):
         method = linear_method("none")  # one row; the packed forms want many
         self._score = Linear(config.hidden_size, {"score": 1}, bias=False, dtype=settings["dtype"], method=method)
 
-    def slots(self) -> dict[str, Tensor]:
+    def slots(self) -> Slots:
         return self._body.slots() | self._score.slots("")
 
     def prepare(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanoserve.model.parallel import Collective
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
@@ -52,6 +54,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def fuse(self, layers: Sequence[LayerParts], backend: object) -> Stack | None:
-        """The layers with their attention ``backend`` as one operation; None: run them one by one."""
+    def fuse(self, layers: Sequence[LayerParts], backend: object, collective: Collective) -> Stack | None:
+        """The layers with their attention ``backend`` as one operation; None: run them one by one.
+
+        ``collective`` sums what attention and the feed-forward layer add.
+        """
         ...

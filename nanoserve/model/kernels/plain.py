@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.model.kernels.base import LayerParts
+from nanoserve.model.parallel import Collective
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,5 +52,5 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-def fuse(layers: Sequence[LayerParts], backend: object) -> None:
+def fuse(layers: Sequence[LayerParts], backend: object, collective: Collective) -> None:
     """Torch has no operation for whole layers."""

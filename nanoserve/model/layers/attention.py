@@ -7,10 +7,14 @@ from nanoserve.model.attention.base import AttentionBackend, HeadNorms
 from nanoserve.model.config import ModelConfig
 from nanoserve.model.layers.linear import Linear
 from nanoserve.model.quant.base import LinearMethod
+from nanoserve.model.slots import Slot, Slots
 
 
 class Attention:
-    """One layer's attention. Knows heads and projections; where KV lies is its backend's business."""
+    """One layer's attention, or on a rank of several its heads' addend of it.
+
+    Knows heads and projections; where KV lies is its backend's business.
+    """
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, method: LinearMethod, backend: AttentionBackend
@@ -19,13 +23,15 @@ class Attention:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         bias = config.attention_bias
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, method=method)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, bias=bias, dtype=dtype, method=method)
+        rows = {"q_proj": config.share, "k_proj": config.kv_share, "v_proj": config.kv_share}
+        out = {"o_proj": config.hidden_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, bias=bias, dtype=dtype, method=method, rows=rows)
+        self.o_proj = Linear(q_size, out, bias=bias, dtype=dtype, method=method, columns=config.share)
         q_norm, k_norm = (torch.empty(config.head_dim, dtype=dtype) for _ in range(2))
         self.norms = HeadNorms(q=q_norm, k=k_norm, eps=config.rms_norm_eps)
 
-    def slots(self, prefix: str) -> dict[str, Tensor]:
-        norms = {f"{prefix}q_norm.weight": self.norms.q, f"{prefix}k_norm.weight": self.norms.k}
+    def slots(self, prefix: str) -> Slots:
+        norms = {f"{prefix}q_norm.weight": Slot(self.norms.q), f"{prefix}k_norm.weight": Slot(self.norms.k)}
         return self.qkv_proj.slots(prefix) | self.o_proj.slots(prefix) | norms
 
     def prepare(self) -> None:

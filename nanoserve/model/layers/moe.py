@@ -14,6 +14,8 @@ from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.quant.base import LinearMethod, PreparedLinear
 from nanoserve.model.quant.experts import PreparedExperts, prepare_experts
 from nanoserve.model.quant.none import NoQuantization
+from nanoserve.model.share import WHOLE, Share
+from nanoserve.model.slots import Slot, Slots
 
 
 class Router:
@@ -43,22 +45,32 @@ class Router:
 class ExpertLinear:
     """One or several projections of every expert, stacked; as :class:`Linear`, but for rows that come sorted by expert.
 
-    ``parts`` maps a checkpoint's projection name to its number of output features, in order.
+    ``parts`` maps a checkpoint's projection name to its number of output features, in order. On a rank of several it
+    holds ``share`` of every expert's entries along ``axis`` (0: outputs, 1: inputs).
     """
 
     def __init__(
-        self, num_experts: int, in_features: int, parts: Mapping[str, int], *, dtype: torch.dtype, method: LinearMethod
+        self,
+        num_experts: int,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        dtype: torch.dtype,
+        method: LinearMethod,
+        axis: int = 0,
+        share: Share = WHOLE,
     ) -> None:
         self._parts = dict(parts)
+        self._axis, self._share = axis, share
         self._method = method
         self._weight: Tensor | None = torch.empty(num_experts, sum(parts.values()), in_features, dtype=dtype)
         self._prepared: PreparedExperts
 
-    def slots(self, prefix: str) -> dict[str, Tensor]:
+    def slots(self, prefix: str) -> Slots:
         """Checkpoint names and the memory they fill: ``{prefix}{expert}.{part}.weight``."""
         assert self._weight is not None, "the weight was already handed to its method"
         return {
-            f"{prefix}{expert}.{part}.weight": view
+            f"{prefix}{expert}.{part}.weight": Slot.of(view, self._axis, self._share)
             for expert, weight in enumerate(self._weight)
             for part, view in zip(self._parts, weight.split(list(self._parts.values())), strict=True)
         }
@@ -82,19 +94,28 @@ class SparseMoE:
     """Experts that are each ``down(silu(gate(x)) * up(x))``, weighted by the router."""
 
     def __init__(
-        self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype, method: LinearMethod, kernels: Kernels
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        method: LinearMethod,
+        kernels: Kernels,
+        share: Share = WHOLE,
     ) -> None:
+        """``share``: what ``config.intermediate_size`` is of every expert; the result is an addend then."""
         count, inner = config.num_experts, config.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate = Router(config, hidden_size, dtype)
-        self.gate_up_proj = ExpertLinear(count, hidden_size, parts, dtype=dtype, method=method)
-        self.down_proj = ExpertLinear(count, inner, {"down_proj": hidden_size}, dtype=dtype, method=method)
+        self.gate_up_proj = ExpertLinear(count, hidden_size, parts, dtype=dtype, method=method, share=share)
+        down = {"down_proj": hidden_size}
+        self.down_proj = ExpertLinear(count, inner, down, dtype=dtype, method=method, axis=1, share=share)
         self._silu_and_mul, self._weighted_sum = kernels.silu_and_mul, kernels.weighted_sum
         self._num_experts = count
 
-    def slots(self, prefix: str) -> dict[str, Tensor]:
+    def slots(self, prefix: str) -> Slots:
         experts = f"{prefix}experts."
-        router = {f"{prefix}gate.weight": self.gate.weight}
+        router = {f"{prefix}gate.weight": Slot(self.gate.weight)}
         return router | self.gate_up_proj.slots(experts) | self.down_proj.slots(experts)
 
     def prepare(self) -> None:

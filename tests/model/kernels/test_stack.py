@@ -50,7 +50,7 @@ def a_batch(query_lens: list[int]) -> ForwardBatch:
 def test_the_stack_equals_its_layers(
     native: Library, folder: Path, settings: dict[str, Any], query_lens: list[int]
 ) -> None:
-    runner = build(EngineArgs(model=str(folder), kv_cache_memory="2MiB", **settings)).runner
+    runner: Any = build(EngineArgs(model=str(folder), kv_cache_memory="2MiB", **settings)).runner
     network: Any = runner._network
     batch = a_batch(query_lens)
 
@@ -76,5 +76,5 @@ def test_the_stack_equals_its_layers(
 def test_a_part_that_is_not_native_keeps_the_layers_apart(native: Library, folder: Path) -> None:
     for overrides in ({"attention_backend": "cpu"}, {"attention_backend": "reference"}):
         settings: dict[str, Any] = {"model": str(folder), "kv_cache_memory": "2MiB"} | overrides
-        network: Any = build(EngineArgs(**settings)).runner._network
-        assert network._stack is None
+        runner: Any = build(EngineArgs(**settings)).runner
+        assert runner._network._stack is None

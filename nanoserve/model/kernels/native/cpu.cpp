@@ -16,6 +16,7 @@ using namespace nanoserve;
 
 #include "attention_exports.h"
 #include "experts_exports.h"
+#include "ranks.h"
 #include "stack.h"
 
 // What build.py computed from the sources of this object.

@@ -8,6 +8,7 @@ from torch import Tensor
 from nanoserve.model.kernels.base import LayerParts, Stack
 from nanoserve.model.kernels.native import stack
 from nanoserve.model.kernels.native.dispatch import Library
+from nanoserve.model.parallel import Collective
 
 
 class NativeKernels:
@@ -55,5 +56,5 @@ class NativeKernels:
         )
         return out
 
-    def fuse(self, layers: Sequence[LayerParts], backend: object) -> Stack | None:
-        return stack.fuse(self._library, layers, backend)
+    def fuse(self, layers: Sequence[LayerParts], backend: object, collective: Collective) -> Stack | None:
+        return stack.fuse(self._library, layers, backend, collective)

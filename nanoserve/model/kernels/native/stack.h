@@ -5,6 +5,7 @@
 #include "fused.h"
 #include "gemm.h"
 #include "integer.h"
+#include "ranks.h"
 
 namespace nanoserve {
 
@@ -42,11 +43,13 @@ inline void linear(const LinearWeight& w, const void* input, void* output, int64
 }
 
 // x [num_tokens, hidden_size] goes through layers `first` ... `last` - 1 of `num_layers` in place; what the last of them
-// adds stays in `buffers` unless it is the network's last. Layer i's KV lies at `kv` + i * `kv_layer_bytes`.
+// adds stays in `buffers` unless it is the network's last. Layer i's KV lies at `kv` + i * `kv_layer_bytes`. `ranks` sum
+// what the two halves of a layer add where they hold shares of it; null: whole layers. False when the ranks have parted.
 template <class T, bool kInt8>
-inline void run_stack(const attention::AttentionShape& shape, const attention::AttentionBatch& batch,
+inline bool run_stack(const attention::AttentionShape& shape, const attention::AttentionBatch& batch,
                       const LayerWeights* layers, int64_t first, int64_t last, int64_t num_layers, float eps, T* x,
-                      const T* cos, const T* sin, char* kv, int64_t kv_layer_bytes, const StackBuffers& buffers) {
+                      const T* cos, const T* sin, char* kv, int64_t kv_layer_bytes, const StackBuffers& buffers,
+                      Ranks* ranks) {
   using namespace attention;
   int64_t rows = batch.num_tokens, hidden = layers[0].o.n, inner = layers[0].down.k;
   int64_t q_size = shape.num_heads * shape.head_dim, kv_size = shape.num_kv_heads * shape.head_dim;
@@ -61,27 +64,33 @@ inline void run_stack(const attention::AttentionShape& shape, const attention::A
     store_heads<T, kInt8>(shape, batch, heads, {(const T*)w.q_norm, (const T*)w.k_norm, eps, cos, sin}, layer_kv);
     Attention<T, kInt8>(shape, batch, q, stride, layer_kv, attended).run();
     linear<T>(w.o, attended, delta, rows);
+    if (ranks && !ranks->sum(delta, rows * hidden)) return false;
     add_rms_norm(x, (const T*)delta, (const T*)w.post_norm, eps, normed, rows, hidden);
     linear<T>(w.gate_up, normed, buffers.gate_up, rows);
     silu_and_mul((const T*)buffers.gate_up, (T*)buffers.inner, rows, inner);
     linear<T>(w.down, buffers.inner, delta, rows);
+    if (ranks && !ranks->sum(delta, rows * hidden)) return false;
   }
-  if (last < num_layers) return;
+  if (last < num_layers) return true;
   each_row(rows, hidden * (int64_t)sizeof(T), [=](int64_t row) {
     for (int64_t j = row * hidden; j < (row + 1) * hidden; j += attention::kLanes)
       attention::store(x + j, attention::load(x + j) + attention::load(delta + j));
   });
+  return true;
 }
 
 }  // namespace nanoserve
 
-NS_EXPORT void ns_run_stack(const attention::AttentionShape* shape, const attention::AttentionBatch* batch,
-                            const LayerWeights* layers, int64_t first, int64_t last, int64_t num_layers, float eps,
-                            void* x, const void* cos, const void* sin, char* kv, int64_t kv_layer_bytes,
-                            const StackBuffers* buffers) {
+// 0, or 1 when the ranks have parted.
+NS_EXPORT int64_t ns_run_stack(const attention::AttentionShape* shape, const attention::AttentionBatch* batch,
+                               const LayerWeights* layers, int64_t first, int64_t last, int64_t num_layers, float eps,
+                               void* x, const void* cos, const void* sin, char* kv, int64_t kv_layer_bytes,
+                               const StackBuffers* buffers, Ranks* ranks) {
+  bool together = true;
   with_types(*shape, [&](auto element, auto is_int8) {
     using T = decltype(element);
-    run_stack<T, is_int8.value>(*shape, *batch, layers, first, last, num_layers, eps, (T*)x, (const T*)cos,
-                                (const T*)sin, kv, kv_layer_bytes, *buffers);
+    together = run_stack<T, is_int8.value>(*shape, *batch, layers, first, last, num_layers, eps, (T*)x, (const T*)cos,
+                                           (const T*)sin, kv, kv_layer_bytes, *buffers, ranks);
   });
+  return !together;
 }

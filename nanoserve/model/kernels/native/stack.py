@@ -8,9 +8,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from nanoserve.core.errors import ShardLostError
 from nanoserve.model.kernels.base import LayerParts, Stack
 from nanoserve.model.kernels.native import memory
 from nanoserve.model.kernels.native.dispatch import Library
+from nanoserve.model.parallel import Collective
 
 # A call shows no sign of life before it returns, and the engine's health check wants one every few seconds.
 _MOST_ROWS_OF_ONE_CALL = 64
@@ -66,8 +68,17 @@ class _NativeMetadata(Protocol):
 class NativeStack:
     """Owns the memory that the layers of a step share."""
 
-    def __init__(self, library: Library, layers: Sequence[LayerParts], weights: Sequence[_LayerWeights], shape: int):
-        self._run = library.bind("ns_run_stack", "ppplll" + "fpppplp")
+    def __init__(
+        self,
+        library: Library,
+        layers: Sequence[LayerParts],
+        weights: Sequence[_LayerWeights],
+        shape: int,
+        ranks: int | None,
+    ) -> None:
+        """``shape`` and ``ranks``: addresses of ``AttentionShape`` and, on one rank of several, ``Ranks``."""
+        self._run = library.bind("ns_run_stack", "ppplll" + "fpppplpp")
+        self._ranks = ranks
         self._layers = tuple(layers)  # keeps what the addresses point to alive
         self._weights = (_LayerWeights * len(weights))(*weights)
         self._shape = shape
@@ -89,10 +100,13 @@ class NativeStack:
         while part := tuple(islice(layers, at_once)):
             kv = part[0]  # the layers of a block lie one after another
             start = kv.data_ptr() - first * kv.shape[1] * kv.itemsize
-            self._run(
+            have_parted = self._run(
                 self._shape, metadata.address, weights, first, first + len(part), count, eps, x.data_ptr(),
                 cos.data_ptr(), sin.data_ptr(), start, kv.shape[1] * kv.itemsize, buffers,
+                self._ranks,
             )  # fmt: skip
+            if have_parted:
+                raise ShardLostError("The ranks of this engine have parted.")
             first += len(part)
         return x
 
@@ -107,13 +121,15 @@ class NativeStack:
             address += size
 
 
-def fuse(library: Library, layers: Sequence[LayerParts], backend: object) -> Stack | None:
+def fuse(library: Library, layers: Sequence[LayerParts], backend: object, collective: Collective) -> Stack | None:
     """The layers as one call; None where a part of one is not native."""
-    if not layers or not isinstance(backend, NativeShape):
+    ranks = collective.native_address
+    if not layers or not isinstance(backend, NativeShape) or (ranks is None and collective.size > 1):
         return None
     weights = [_layer_weights(layer) for layer in layers]
     native = [layer for layer in weights if layer is not None]
-    return NativeStack(library, layers, native, backend.shape_address) if len(native) == len(layers) else None
+    are_all = len(native) == len(layers)
+    return NativeStack(library, layers, native, backend.shape_address, ranks) if are_all else None
 
 
 def _layer_weights(layer: LayerParts) -> _LayerWeights | None:
