@@ -15,6 +15,7 @@ from nanoserve.core.errors import EngineDeadError, InvalidRequestError, Unavaila
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
 from nanoserve.engine.core import EngineCore, EngineUpdate
+from nanoserve.scheduler.admission import Backlog
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="nanoserve-engine", daemon=True)
         self._lock = threading.Lock()
         self._open: set[str] = set()
-        self._num_inbound = 0
-        self._num_inbound_tokens = 0
+        self._inbound = Backlog()
         self._end: tuple[str, str] | None = _NOT_STARTED
         self._last_progress = clock()
         self._last_stats = StepStats()
@@ -82,7 +82,6 @@ class AsyncEngine:
             EngineDeadError: the engine does not run.
         """
         self._core.scheduler.validate(request)
-        num_tokens = len(request.prompt_token_ids)
         with self._lock:
             if self._end is not None:
                 raise EngineDeadError(self._end[1])
@@ -91,12 +90,9 @@ class AsyncEngine:
                     f"`request_id` must be unique among open requests. Given: {request.request_id!r}.",
                     param="request_id",
                 )
-            self._core.scheduler.check_queue(
-                request, num_inbound=self._num_inbound, num_inbound_tokens=self._num_inbound_tokens
-            )
+            self._core.scheduler.check_queue(request, self._inbound)
             self._open.add(request.request_id)
-            self._num_inbound += 1
-            self._num_inbound_tokens += num_tokens
+            self._inbound.add(request)
             self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -164,8 +160,7 @@ class AsyncEngine:
             self._core.abort(message)
             return
         with self._lock:  # a request is counted either as inbound or as waiting, never as both or neither
-            self._num_inbound -= 1
-            self._num_inbound_tokens -= len(message.prompt_token_ids)
+            self._inbound.remove(message)
             self._core.scheduler.enqueue(message)
 
     def _hand_over(self, update: EngineUpdate) -> None:

@@ -20,9 +20,10 @@ from nanoserve.core.plan import (
 )
 from nanoserve.core.request import GenerateRequest
 from nanoserve.scheduler.accounting import append, append_verified, take_scores
-from nanoserve.scheduler.admission import QueueBounds, max_length, validate
+from nanoserve.scheduler.admission import Backlog, QueueBounds, max_length, validate
 from nanoserve.scheduler.deadlines import Deadlines
 from nanoserve.scheduler.drafts import Drafter, spare_rows
+from nanoserve.scheduler.fairness import OUTPUT_PRICE, FairQueue
 from nanoserve.scheduler.kv_cache_manager import KVCacheManager
 from nanoserve.scheduler.policy import Decision, Limits, Waiting, plan_step
 from nanoserve.scheduler.ranked import RankedSequences
@@ -57,14 +58,14 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._sequences: dict[str, Sequence] = {}
         self._running = RankedSequences()
-        self._waiting = RankedSequences()
+        self._waiting = FairQueue()
+        self._backlog = Backlog()
         self._in_flight: list[Sequence] = []
         self._ended: list[RequestOutput] = []
         self._released_request_ids: list[str] = []
         self._block_copies: list[BlockCopy] = []
         self._step_id = 0
         self._num_arrived = 0
-        self._num_waiting_tokens = 0
         self._num_scheduled_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -87,13 +88,9 @@ class Scheduler:
         """Raise InvalidRequestError when the request can never fit the context or the pool."""
         validate(request, self._config)
 
-    def check_queue(self, request: GenerateRequest, *, num_inbound: int = 0, num_inbound_tokens: int = 0) -> None:
+    def check_queue(self, request: GenerateRequest, inbound: Backlog | None = None) -> None:
         """Raise QueueFullError when the waiting queue, and those on their way into it, leave no room."""
-        self._bounds.check(
-            len(request.prompt_token_ids),
-            num_ahead=len(self._waiting) + num_inbound,
-            num_tokens_ahead=self._num_waiting_tokens + num_inbound_tokens,
-        )
+        self._bounds.check(request, self._backlog, inbound or Backlog())
 
     def add(self, request: GenerateRequest) -> None:
         """Take the request into the waiting queue.
@@ -161,6 +158,7 @@ class Scheduler:
             self._kv.releases(reversed(self._running)),
             num_free_blocks=self._kv.num_free_blocks,
             limits=self._limits,
+            urgency=self._waiting.urgency,
         )
         self._num_scheduled_tokens += sum(decision.grants) + sum(decision.admissions)
         scheduled = self._commit(decision, probes)
@@ -190,7 +188,7 @@ class Scheduler:
             step_id=self._step_id,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting_tokens=self._backlog.num_tokens,
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._kv.num_free_blocks,
             num_cached_blocks=self._kv.num_cached_blocks,
@@ -220,13 +218,14 @@ class Scheduler:
         running, waiting = list(self._running), list(self._waiting)
         assert {id(s) for s in running + waiting} == {id(s) for s in self._sequences.values()}, self._describe()
         assert len(running) <= self._config.max_num_seqs, self._describe()
+        assert running == sorted(running, key=lambda sequence: sequence.rank), self._describe()
         for group, is_running in ((running, True), (waiting, False)):
-            assert group == sorted(group, key=lambda sequence: sequence.rank), self._describe()
             for sequence in group:
                 assert sequence.is_running is is_running, sequence.request_id
                 assert sequence.num_pending_tokens > 0, f"{sequence.request_id} has nothing to compute"
                 assert bool(sequence.block_ids) is is_running, f"{sequence.request_id} holds {sequence.block_ids}"
-        assert self._num_waiting_tokens == sum(len(s.request.prompt_token_ids) for s in waiting)
+        assert self._backlog.num_requests == len(waiting), self._describe()
+        assert self._backlog.num_tokens == sum(len(s.request.prompt_token_ids) for s in waiting)
         self._kv.check_invariants(running)
 
     # Deciding and committing
@@ -335,6 +334,7 @@ class Scheduler:
             self._num_prompt_tokens += sequence.num_prompt_tokens
             self._num_cached_tokens += sequence.num_cached_tokens
             self._bounds.record(len(sequence.request.prompt_token_ids))
+            self._waiting.charge_prompt(sequence)
             if sequence.request.arrival_s:
                 self._queue_times_s.append(max(0.0, self._clock() - sequence.request.arrival_s))
 
@@ -348,11 +348,11 @@ class Scheduler:
 
     def _join_queue(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
-        self._num_waiting_tokens += len(sequence.request.prompt_token_ids)
+        self._backlog.add(sequence.request)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
-        self._num_waiting_tokens -= len(sequence.request.prompt_token_ids)
+        self._backlog.remove(sequence.request)
 
     # Accounting and ending
 
@@ -383,6 +383,8 @@ class Scheduler:
         elif not token_ids and not scores:
             return None
         self._num_generated_tokens += len(token_ids)
+        share = sequence.share
+        share.used += OUTPUT_PRICE * len(token_ids) / share.weight
         stop_token_id = token_ids[-1] if finish_reason is FinishReason.STOP else None
         logprobs = sampled.logprobs and sampled.logprobs[: len(token_ids)]
         return RequestOutput(
