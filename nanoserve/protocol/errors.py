@@ -40,6 +40,16 @@ class AuthenticationError(NanoserveError):
     type = "authentication_error"
 
 
+class QuotaError(NanoserveError):
+    """The key has used up what it may use for now; ``retry_after_s`` says when it is worth another try."""
+
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+
+
 class MethodNotAllowedError(NanoserveError):
     """The path exists, but not for this method; ``allow`` is the Allow header."""
 

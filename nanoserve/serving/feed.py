@@ -24,6 +24,7 @@ from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
 from nanoserve.routing.kv_index import KVIndex, PrefixChain
 from nanoserve.routing.policy import Demand, EngineLoad, rank
+from nanoserve.scheduler.admission import Backlog, ServiceRate, has_room
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
 logger = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ class FeedDoor:
         self._kv = KVIndex()
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
+        self._backlog = Backlog()
+        self._ends = ServiceRate(clock)
         self._changed = asyncio.Event()
         self._emptied = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,10 +224,10 @@ class FeedDoor:
         """
         if self._draining:
             raise UnavailableError("The service is shutting down; send the request again in a few seconds.")
-        if len(self._open) >= self._config.max_open_requests:
-            raise QueueFullError(f"{len(self._open)} requests are open, which is the limit; try again later.")
+        self._check_room(request)
         stream = FeedStream(self, request, self._clock())
         self._open.add(stream)
+        self._backlog.add(request)
         try:
             await self._place(stream, self._config.engine_wait_s)
         except NanoserveError:
@@ -234,6 +237,16 @@ class FeedDoor:
             stream.close()
             raise
         return stream
+
+    def _check_room(self, request: GenerateRequest) -> None:
+        num_own = self._backlog.of(request.tenant)[0] + 1
+        num_tenants = len(self._backlog.tenants | {request.tenant})
+        limit = self._config.max_open_requests
+        if not has_room(limit, num_all=len(self._open) + 1, num_own=num_own, num_tenants=num_tenants):
+            raise QueueFullError(
+                f"{len(self._open)} requests are open, which is the limit; try again later.",
+                retry_after_s=self._ends.wait_s(len(self._open) + 1 - limit),
+            )
 
     def close(self, stream: FeedStream) -> None:
         if not stream.finished:
@@ -558,7 +571,10 @@ class FeedDoor:
 
     def _forget(self, stream: FeedStream) -> None:
         stream.finished = True
-        self._open.discard(stream)
+        if stream in self._open:
+            self._open.remove(stream)
+            self._backlog.remove(stream.request)
+            self._ends.record(0)
         if not self._open:
             self._emptied.set()
 

@@ -5,27 +5,28 @@ A plain class, decorated in ``app.py``. The app is bound late: Serve asks for it
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.config import ModelArgs, ServingArgs, deployment_name
 from nanoserve.serving.feed import DoorConfig, FeedDoor
 from nanoserve.serving.membership import engines_of
 from nanoserve.serving.metrics import Metrics, render
 from nanoserve.serving.transport import SocketTransport
+from nanoserve.serving.usage import Usage
 
 logger = logging.getLogger(__name__)
 
 PEER_SCRAPE_TIMEOUT_S = 2.0
-Scrape = Callable[[], Awaitable[bytes]]
 Doors = Mapping[str, FeedDoor]
 """By the model's name."""
 
-MakeApp = Callable[[Doors, Scrape, ServingArgs], Any]
+MakeApp = Callable[[Doors, Backstage, ServingArgs], Any]
 
 
 class Router:
@@ -37,11 +38,13 @@ class Router:
         self._make_app = make_app
         self._context = serve.get_replica_context()
         self._metrics = {name: Metrics(self._context.replica_id.unique_id, name) for name in engines}
+        self._usage = Usage(self._context.replica_id.unique_id)
         self._doors: dict[str, FeedDoor] = {}
 
     async def __serve_build_asgi_app__(self) -> Any:
         self._doors = {model.name: self._door(model) for model in self._args.served}
-        return await asyncio.to_thread(self._make_app, self._doors, self._scrape, self._args)
+        backstage = Backstage(scrape=self._scrape, usage=self._usage)
+        return await asyncio.to_thread(self._make_app, self._doors, backstage, self._args)
 
     def _door(self, model: ModelArgs) -> FeedDoor:
         members = engines_of(deployment_name(self._args, model))
@@ -61,9 +64,10 @@ class Router:
 
     async def door_families(self) -> list[Metric]:
         """What only this router can tell, for another one's ``/metrics``."""
-        return [
+        own = [
             family for name, door in self._doors.items() for family in self._metrics[name].door_families(door.num_open)
         ]
+        return [*own, *self._usage.families()]
 
     def __del__(self) -> None:
         """Serve calls it on this replica's loop when its last request has ended."""
