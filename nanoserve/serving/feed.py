@@ -12,7 +12,7 @@ a request's context when that request's client leaves.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from nanoserve.core.errors import EngineDeadError, NanoserveError, QueueFullError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.routing.kv_index import KVIndex, PrefixChain
-from nanoserve.routing.policy import Demand, EngineLoad, rank
+from nanoserve.routing.board import Board
+from nanoserve.routing.kv_index import NO_HITS, Hits, PrefixChain
+from nanoserve.routing.policy import Demand, EngineLoad
 from nanoserve.scheduler.admission import Backlog, ServiceRate, has_room
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
@@ -202,7 +203,8 @@ class FeedDoor:
         self._observer = observer
         self._clock = clock
         self._peers: dict[str, Peer] = {}
-        self._kv = KVIndex()
+        self._board = Board()
+        self._kv = self._board.kv
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
         self._backlog = Backlog()
@@ -302,6 +304,7 @@ class FeedDoor:
             if peer.peer_id not in listed and peer.state in (PeerState.NEW, PeerState.UP):
                 logger.info("engine leaves peer=%s num_streams=%d", peer.peer_id, len(peer.streams))
                 peer.state = PeerState.RETIRING
+                self._board.drop(peer.peer_id)
                 self._close_if_retired(peer)
 
     def _adopt(self, peer_id: str) -> None:
@@ -320,6 +323,7 @@ class FeedDoor:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._transport.release(peer.peer_id)
+        self._board.drop(peer.peer_id)
         self._kv.forget(peer.peer_id)
         self._changed.set()
         if peer.peer_id in self._listed:
@@ -374,6 +378,7 @@ class FeedDoor:
             self._kv.reset(peer.peer_id, hello.blocks)
         if peer.state is PeerState.NEW:
             peer.state = PeerState.UP
+            self._board.put(peer.load())
             logger.info("engine up peer=%s engine_id=%s", peer.peer_id, hello.card.engine_id)
         self._changed.set()
 
@@ -392,6 +397,7 @@ class FeedDoor:
         last = items[-1]
         peer.seq, peer.stats, peer.health, peer.reason = last.seq, last.stats, last.state, last.reason
         peer.heard_s = now_s
+        self._reload(peer)
         if not served and self._serves(peer):
             self._changed.set()
         if last.state in ("dead", "stuck"):
@@ -434,12 +440,13 @@ class FeedDoor:
     async def _choose(self, stream: FeedStream, full: dict[str, QueueFullError], give_up_s: float) -> Peer:
         """The best engine that is not full; waits for one while there is none at all."""
         while True:
-            serving = {peer.peer_id: peer for peer in self._peers.values() if self._serves(peer)}
-            ranked = rank([peer.load() for peer in serving.values()], self._demand(stream, serving))
-            for load in ranked:
-                if load.key not in full:
-                    return serving[load.key]
-            if serving:
+            found = False
+            for load in self._board.choices(*self._demand(stream)):
+                if self._serves(peer := self._peers[load.key]):
+                    found = True
+                    if load.key not in full:
+                        return peer
+            if found:
                 raise min(full.values(), key=lambda error: error.retry_after_s)
             try:
                 async with asyncio.timeout(give_up_s - self._clock()):
@@ -448,11 +455,11 @@ class FeedDoor:
             except TimeoutError:
                 raise UnavailableError(self.trouble() or "No engine is available.") from None
 
-    def _demand(self, stream: FeedStream, serving: Mapping[str, Peer]) -> Demand:
+    def _demand(self, stream: FeedStream) -> tuple[Demand, Hits]:
         """Prefixes are looked up only where there is a choice."""
         request = stream.request
         chain = None
-        if len(serving) > 1 and (card := self.card()) is not None:
+        if len(self._board) > 1 and (card := self.card()) is not None:
             chain = PrefixChain(
                 (*request.prompt_token_ids, *stream.emitted),
                 block_size=card.block_size,
@@ -460,12 +467,17 @@ class FeedDoor:
             )
         stream.chain = chain
         first_block = next(iter(chain), None) if chain is not None else None
-        return Demand(
+        demand = Demand(
             num_tokens=len(request.prompt_token_ids) + len(stream.emitted),
             tie=request.request_id if first_block is None else f"{first_block:x}",
             session_id=request.session_id,
-            hit_tokens={} if chain is None else self._kv.hit_tokens(chain),
+            hit_tokens={},
         )
+        return demand, NO_HITS if chain is None else self._kv.find(chain)
+
+    def _reload(self, peer: Peer) -> None:
+        if peer.state is PeerState.UP:
+            self._board.put(peer.load())
 
     def _settle(self, stream: FeedStream) -> None:
         """The engine has told of the prompt's blocks by now, or never will."""
@@ -477,6 +489,7 @@ class FeedDoor:
         request = stream.next_attempt()
         stream.peer = peer
         peer.streams[stream.attempt_id] = stream
+        self._reload(peer)
         if stream.chain is not None:
             self._kv.expect(peer.peer_id, stream.chain)
         call = _Call(Submit(request), asyncio.get_running_loop().create_future())
@@ -583,6 +596,7 @@ class FeedDoor:
         peer, stream.peer, stream.accepted = stream.peer, None, False
         if peer is not None:
             peer.streams.pop(stream.attempt_id, None)
+            self._reload(peer)
             self._close_if_retired(peer)
 
     # ---- watching
