@@ -18,6 +18,7 @@ _OWN_SETTINGS = (
     "cors_origins",
     "drain_s",
     "max_request_s",
+    "otlp_endpoint",
 )
 _KEY_SETTINGS = {
     "tenant": "tenant",
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="requests without a seed repeat from start to start")
     parser.add_argument("--max-queued-requests", type=int, metavar="N", help="waiting requests per engine before 429")
     parser.add_argument("--max-queued-tokens", type=int, metavar="N", help="their prompt tokens before 429")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry traces to this collector")
     parser.add_argument("--drain-seconds", dest="drain_s", type=float, metavar="S", help="(default: 30)")
     add_engine_flags(parser)
     parser.set_defaults(run=run)

@@ -189,6 +189,7 @@ class AsyncEngine:
                 blocks_published=(),
                 blocks_evicted=(),
                 queue_times_s=(),
+                events=(),
             )
         outputs = tuple(RequestOutput(id_, finish_reason=FinishReason.ERROR, error=end) for id_ in open_ids)
         try:

@@ -81,6 +81,18 @@ class ResponseNotFoundError(NanoserveError):
         )
 
 
+class RequestNotFoundError(NanoserveError):
+    """No request of this id is remembered, or it is another tenant's."""
+
+    type = "not_found_error"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"No request {request_id[:100]!r} is remembered. Routers remember their last requests only, in memory.",
+            code="request_not_found",
+        )
+
+
 class BodyTimeoutError(NanoserveError):
     """The client took too long to send its body."""
 

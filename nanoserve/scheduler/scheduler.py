@@ -10,7 +10,7 @@ from collections.abc import Sequence as Indexable
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.errors import DeadlineError, InvalidRequestError
-from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
+from nanoserve.core.outputs import FinishReason, RequestEvent, RequestOutput, StepStats
 from nanoserve.core.plan import (
     BlockCopy,
     ModelRunnerOutput,
@@ -74,6 +74,7 @@ class Scheduler:
         self._num_finished = 0
         self._num_aborted = 0
         self._queue_times_s: list[float] = []
+        self._events: list[RequestEvent] = []
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
 
@@ -184,6 +185,7 @@ class Scheduler:
         blocks_published, blocks_evicted = self._kv.drain_events()
         num_scheduled_tokens, self._num_scheduled_tokens = self._num_scheduled_tokens, 0
         queue_times_s, self._queue_times_s = self._queue_times_s, []
+        events, self._events = self._events, []
         return StepStats(
             step_id=self._step_id,
             num_running=len(self._running),
@@ -207,6 +209,7 @@ class Scheduler:
             blocks_published=blocks_published,
             blocks_evicted=blocks_evicted,
             queue_times_s=tuple(queue_times_s),
+            events=tuple(events),
         )
 
     def check_invariants(self) -> None:
@@ -308,6 +311,8 @@ class Scheduler:
         end = start + num_tokens
         num_pending = sequence.num_pending_tokens
         num_drafts = max(0, num_tokens - num_pending)
+        if not sequence.is_decoding:
+            self._note(sequence, "chunk", num_tokens)
         new_block_ids = self._kv.grow(sequence, max(end, sequence.num_target_tokens))
         num_samples = num_drafts + 1 if num_tokens >= num_pending and sequence.samples else 0
         num_scored = end - max(start, sequence.num_scored_tokens) if sequence.num_unscored_tokens else 0
@@ -329,6 +334,7 @@ class Scheduler:
         self._leave_queue(sequence)
         self._running.add(sequence)
         sequence.is_running = True
+        self._note(sequence, "admitted", sequence.num_computed_tokens)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self._num_prompt_tokens += sequence.num_prompt_tokens
@@ -340,11 +346,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back into the queue at its old rank; what it computed is lost, but for what the prefix cache keeps."""
+        self._note(sequence, "preempted", sequence.num_computed_tokens)
         self._kv.release(sequence)
         sequence.is_running = False
         self._released_request_ids.append(sequence.request_id)
         self._join_queue(sequence)
         self._num_preemptions += 1
+
+    def _note(self, sequence: Sequence, kind: str, num_tokens: int) -> None:
+        self._events.append(RequestEvent(sequence.request_id, kind, self._clock(), num_tokens))
 
     def _join_queue(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)

@@ -16,6 +16,7 @@ from nanoserve.core.errors import InvalidRequestError, NanoserveError
 from nanoserve.core.outputs import RequestOutput
 from nanoserve.core.request import GenerateRequest
 from nanoserve.protocol.errors import AuthenticationError, QuotaError
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.config import ApiKey
 from nanoserve.serving.door import Door, Health, RequestStream, ServedModel
 from nanoserve.serving.front import error_response
@@ -159,22 +160,27 @@ def deadline(asked_s: float | str | None, max_s: float | None, now_s: float) -> 
 class CallersDoor:
     """The door as one HTTP request of a caller goes through it: stamped, paid for and counted."""
 
-    def __init__(self, door: Door, caller: Caller, usage: Usage, deadline_s: float | None) -> None:
+    def __init__(self, door: Door, scope: Scope, backstage: Backstage, deadline_s: float | None) -> None:
         self._door = door
-        self._caller = caller
-        self._usage = usage
+        self._scope = scope
+        self._caller: Caller = scope["caller"]
+        self._usage = backstage.usage
+        self._timelines = backstage.timelines
         self._deadline_s = deadline_s
         self._paid_prompt: tuple[int, ...] | None = None
 
     async def open(self, request: GenerateRequest, model: str) -> RequestStream:
         """The choices of one prompt come one after the other and pay for it once."""
+        request = self._caller.stamped(request, self._deadline_s)
         prompt, tenant = request.prompt_token_ids, self._caller.tenant
+        self._timelines.received(request, model, self._scope["request_id"], self._scope.get("trace"))
         num_tokens = 0 if prompt is self._paid_prompt else len(prompt)
         try:
             self._caller.quota.reserve(num_tokens)
             self._paid_prompt = prompt
-            stream = await self._door.open(self._caller.stamped(request, self._deadline_s), model)
+            stream = await self._door.open(request, model)
         except NanoserveError as error:
+            self._timelines.note(request.request_id, "refused", reason=error.message)
             if isinstance(error, QuotaError):
                 self._usage.refused(tenant, "quota")
             else:

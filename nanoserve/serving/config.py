@@ -107,8 +107,9 @@ class ModelArgs(BaseModel):
 class ServingArgs(ModelArgs):
     """Arguments of ``nanoserve.serving:build``: one model, written beside these, or several in ``models``.
 
-    ``num_routers`` doors serve all models. ``max_request_s``: the most time that a request may take. ``drain_s``: how
-    long a stopping router lets its streams run before it ends them.
+    ``num_routers`` doors serve all models. ``max_request_s``: the most time that a request may take.
+    ``otlp_endpoint``: where OpenTelemetry traces are sent. ``drain_s``: how long a stopping router lets its streams run
+    before it ends them.
     """
 
     models: tuple[ModelArgs, ...] = ()
@@ -122,6 +123,7 @@ class ServingArgs(ModelArgs):
     door_grace_s: float = Field(default=5.0, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
     max_request_s: float | None = Field(default=None, gt=0)
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")
 
     @model_validator(mode="after")
     def _consistent_service(self) -> Self:

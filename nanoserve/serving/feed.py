@@ -26,6 +26,7 @@ from nanoserve.routing.board import Board
 from nanoserve.routing.kv_index import NO_HITS, Hits, PrefixChain
 from nanoserve.routing.policy import Demand, EngineLoad
 from nanoserve.scheduler.admission import Backlog, ServiceRate, has_room
+from nanoserve.serving.step_totals import StepTotals
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,16 @@ class Observer(Protocol):
     def paced(self, seconds_per_token: float) -> None: ...
     def finished(self, reason: str, seconds: float) -> None: ...
     def resubmitted(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Who remembers what happened to single requests."""
+
+    def note(self, request_id: str, event: str, *, at_s: float | None = None, **details: Any) -> None: ...
+
+
+class _NoJournal:
+    def note(self, request_id: str, event: str, *, at_s: float | None = None, **details: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,7 @@ class Peer:
     card: EngineCard | None = None
     seq: int = 0
     stats: StepStats = field(default_factory=StepStats)
+    totals: StepTotals | None = None
     health: str = "idle"
     reason: str = ""
     num_breaks: int = 0
@@ -131,6 +143,7 @@ class FeedStream:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.chain: PrefixChain | None = None
+        self.num_expected_hits = 0
         self._skip_prompt_logprobs = 0
         self._door = door
         self._pending: list[RequestOutput] = []
@@ -197,10 +210,12 @@ class FeedDoor:
         config: DoorConfig,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self._transport = transport
         self._config = config
         self._observer = observer
+        self._journal = journal or _NoJournal()
         self._clock = clock
         self._peers: dict[str, Peer] = {}
         self._board = Board()
@@ -386,11 +401,14 @@ class FeedDoor:
         now_s, served, step_id = self._clock(), self._serves(peer), peer.stats.step_id
         for item in items:
             self._kv.update(peer.peer_id, item.stats.blocks_published, item.stats.blocks_evicted)
+            if item.stats.step_id != step_id:
+                self._note_events(peer, item.stats)
             for output in item.outputs:
                 if (stream := peer.streams.get(output.request_id)) is not None:
                     self._deliver(stream, output, now_s)
                 elif output.finish_reason is None:  # runs on for nobody: its submit arrived after we gave it up
                     self._send(peer, _Call(Abort(output.request_id)))
+            peer.totals = item.totals or peer.totals
             if item.stats.step_id != step_id:
                 step_id = item.stats.step_id
                 self._observer.step(peer.peer_id, item.stats)
@@ -403,6 +421,15 @@ class FeedDoor:
         if last.state in ("dead", "stuck"):
             self._lose(peer, last.reason)
 
+    def _note_events(self, peer: Peer, stats: StepStats) -> None:
+        for event in stats.events:
+            if (stream := peer.streams.get(event.request_id)) is not None:
+                details = {"cached_tokens" if event.kind == "admitted" else "tokens": event.num_tokens}
+                self._note(stream, event.kind, at_s=event.at_s, step=stats.step_id, **details)
+
+    def _note(self, stream: FeedStream, event: str, *, at_s: float | None = None, **details: Any) -> None:
+        self._journal.note(stream.request.request_id, event, at_s=at_s, **details)
+
     def _deliver(self, stream: FeedStream, output: RequestOutput, now_s: float) -> None:
         if output.error is not None and output.error[0] in _LOST:
             self._move(stream, output.error[1])
@@ -410,6 +437,8 @@ class FeedDoor:
         if output.new_token_ids:
             since = stream.last_token_s or stream.opened_s
             (self._observer.next_tokens if stream.last_token_s else self._observer.first_token)(now_s - since)
+            if not stream.last_token_s:
+                self._note(stream, "first_token")
             stream.first_token_s, stream.last_token_s = stream.first_token_s or now_s, now_s
             self._settle(stream)
         stream.push(output)
@@ -428,6 +457,7 @@ class FeedDoor:
                 return
             except QueueFullError as error:
                 full[peer.peer_id] = error
+                self._note(stream, "passed_on", replica=peer.peer_id, reason=error.message)
             except EngineLostError:
                 pass
             except EngineDeadError as error:
@@ -441,10 +471,12 @@ class FeedDoor:
         """The best engine that is not full; waits for one while there is none at all."""
         while True:
             found = False
-            for load in self._board.choices(*self._demand(stream)):
+            demand, hits = self._demand(stream)
+            for load in self._board.choices(demand, hits):
                 if self._serves(peer := self._peers[load.key]):
                     found = True
                     if load.key not in full:
+                        stream.num_expected_hits = hits.tokens(load.key)
                         return peer
             if found:
                 raise min(full.values(), key=lambda error: error.retry_after_s)
@@ -495,6 +527,16 @@ class FeedDoor:
         call = _Call(Submit(request), asyncio.get_running_loop().create_future())
         self._send(peer, call)
         assert call.done is not None
+        load = peer.load()
+        self._note(
+            stream,
+            "sent",
+            replica=peer.peer_id,
+            attempt=stream.attempt,
+            expected_cached_tokens=stream.num_expected_hits,
+            replica_running=load.num_running,
+            replica_waiting=load.num_waiting,
+        )
         await call.done
 
     def _send(self, peer: Peer, call: _Call) -> None:
@@ -547,6 +589,8 @@ class FeedDoor:
                 self._move(stream, reason)
 
     def _move(self, stream: FeedStream, reason: str) -> None:
+        lost = None if stream.peer is None else stream.peer.peer_id
+        self._note(stream, "moved", replica=lost, reason=reason, tokens=len(stream.emitted))
         self._unbook(stream)
         if stream.attempt >= self._config.max_attempts:
             self._fail(stream, EngineDeadError(f"The answer was lost {stream.attempt} times with its engine: {reason}"))
@@ -575,6 +619,7 @@ class FeedDoor:
 
     def _end(self, stream: FeedStream, reason: str, *, abort: bool) -> None:
         self._forget(stream)
+        self._note(stream, "finished", reason=reason, tokens=len(stream.emitted))
         self._observer.finished(reason, self._clock() - stream.opened_s)
         if len(stream.emitted) > 1:
             self._observer.paced((stream.last_token_s - stream.first_token_s) / (len(stream.emitted) - 1))

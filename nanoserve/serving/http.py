@@ -21,7 +21,7 @@ from nanoserve.core.errors import InvalidRequestError, ModelNotFoundError, Nanos
 from nanoserve.protocol import responses
 from nanoserve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from nanoserve.protocol.body import parse_body
-from nanoserve.protocol.errors import ResponseNotFoundError, error_json
+from nanoserve.protocol.errors import RequestNotFoundError, ResponseNotFoundError, error_json
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,6 +34,7 @@ from nanoserve.protocol.openai_responses import ResponsesRequest
 from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoserve.serving import chat_route, completions_route, messages_route, pooling_route, responses_route
 from nanoserve.serving.answer import OPENAI_STYLE, EventAnswer, EventWriter, JsonAnswer, StreamStyle
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.body import read_body
 from nanoserve.serving.callers import TIMEOUT_HEADER, Callers, CallersDoor, callers_of, deadline
 from nanoserve.serving.config import ApiKey
@@ -41,7 +42,6 @@ from nanoserve.serving.door import Door, Health, ServedModel
 from nanoserve.serving.front import Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
 from nanoserve.serving.openapi import document
 from nanoserve.serving.response_store import ResponseStore, StoredResponse
-from nanoserve.serving.usage import Usage
 from nanoserve.text.from_messages import chat_of
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -85,23 +85,23 @@ class HttpConfig:
     max_stored_bytes: int = 64 * 1024 * 1024
 
 
-def build_app(door: Door, config: HttpConfig, usage: Usage | None = None) -> FastAPI:
-    """The app. Its state are quotas, the ``usage`` of tenants, and the responses it remembers."""
-    usage = Usage() if usage is None else usage
+def build_app(door: Door, config: HttpConfig, backstage: Backstage | None = None) -> FastAPI:
+    """The app. Its own state are quotas and the responses it remembers."""
+    backstage = Backstage() if backstage is None else backstage
     app = FastAPI(
         title="nanoserve",
         openapi_url=None,
         redirect_slashes=False,
-        middleware=_middleware(config, usage),
+        middleware=_middleware(config, backstage),
         exception_handlers={NanoserveError: on_nanoserve_error, HTTPException: on_http_exception},
     )
-    routes = Routes(door, config, usage)
+    routes = Routes(door, config, backstage)
     for path, methods, handler in routes.table():
         app.add_api_route(path, handler, methods=methods, response_model=None)
     return app
 
 
-def _middleware(config: HttpConfig, usage: Usage) -> list[Middleware]:
+def _middleware(config: HttpConfig, backstage: Backstage) -> list[Middleware]:
     """Outermost first. CORS stands outside the key, so that a browser may read a 401."""
     cors = Middleware(
         Cors,
@@ -111,16 +111,17 @@ def _middleware(config: HttpConfig, usage: Usage) -> list[Middleware]:
         expose_headers=["x-request-id", "retry-after", *_LIMIT_HEADERS],
     )
     callers = callers_of(config.api_keys, config.num_routers)
-    doors = [Middleware(Faults), Middleware(Callers, callers=callers, usage=usage)]
-    return [Middleware(RequestIds), *([cors] if config.cors_origins else []), *doors]
+    doors = [Middleware(Faults), Middleware(Callers, callers=callers, usage=backstage.usage)]
+    traces = [] if backstage.trace is None else [Middleware(backstage.trace)]
+    return [Middleware(RequestIds), *traces, *([cors] if config.cors_origins else []), *doors]
 
 
 class Routes:
     """The handlers, and the table that says where each of them answers."""
 
-    def __init__(self, door: Door, config: HttpConfig, usage: Usage) -> None:
+    def __init__(self, door: Door, config: HttpConfig, backstage: Backstage) -> None:
         self._door = door
-        self._usage = usage
+        self._backstage = backstage
         self._config = config
         self._stored = ResponseStore(max_count=config.max_stored_responses, max_bytes=config.max_stored_bytes)
         self._version = _version()
@@ -140,6 +141,7 @@ class Routes:
             ("/v1/responses", ["POST"], self.responses),
             ("/v1/responses/{response_id}", ["GET"], self.one_response),
             ("/v1/responses/{response_id}", ["DELETE"], self.forget_response),
+            ("/v1/requests/{request_id}/timeline", ["GET"], self.timeline),
             ("/v1/messages", ["POST"], self.messages),
             ("/v1/messages/count_tokens", ["POST"], self.count_tokens),
             ("/v1/embeddings", ["POST"], self.embeddings),
@@ -217,6 +219,13 @@ class Routes:
             raise ResponseNotFoundError(response_id)
         return found
 
+    async def timeline(self, request_id: str, request: Request) -> Response:
+        """What happened to a request and why, by the id of its response or its `x-request-id`."""
+        found = await self._backstage.find_timeline(request.scope["caller"].tenant, request_id)
+        if found is None:
+            raise RequestNotFoundError(request_id)
+        return _json(found)
+
     async def messages(self, request: Request) -> Response:
         body = await self._parse(request, MessagesRequest)
         work = await self._prepare(request, messages_route.prepare, body)
@@ -287,7 +296,7 @@ class Routes:
         if asked_s is None:
             asked_s = request.headers.get(TIMEOUT_HEADER)
         deadline_s = deadline(asked_s, self._config.max_request_s, time.time())
-        return CallersDoor(self._door, request.scope["caller"], self._usage, deadline_s)
+        return CallersDoor(self._door, request.scope, self._backstage, deadline_s)
 
     async def _beside_loop(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Parsing and tokenizing take milliseconds a page of text: a long one must not hold up the other streams."""

@@ -125,4 +125,4 @@ def http_app(feeds: Mapping[str, FeedDoor], backstage: Backstage, args: ServingA
         cors_origins=args.cors_origins,
         max_body_bytes=args.max_body_bytes,
     )
-    return build_app(http_door(feeds, backstage.scrape, args), config, backstage.usage)
+    return build_app(http_door(feeds, backstage.scrape, args), config, backstage)

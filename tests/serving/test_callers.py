@@ -3,6 +3,7 @@
 import argparse
 import time
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from pydantic import SecretStr
 from nanoserve.cli.serve import api_key
 from nanoserve.core.errors import ConfigError, QueueFullError
 from nanoserve.protocol.errors import QuotaError
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.callers import deadline
 from nanoserve.serving.config import ApiKey, ServingArgs
 from nanoserve.serving.door import ServedModel
@@ -191,9 +193,9 @@ async def test_a_deadline_comes_from_the_body_or_a_header_and_the_server_has_the
 async def test_a_tenants_use_is_counted(client_for: ClientFor, served: ServedModel) -> None:
     usage = Usage("r1")
     config = HttpConfig(api_keys=(key("a", tenant="acme", requests_per_minute=1),))
-    import httpx
-
-    transport = httpx.ASGITransport(build_app(ScriptedDoor([served], token_ids=[65, 66]), config, usage))
+    transport = httpx.ASGITransport(
+        build_app(ScriptedDoor([served], token_ids=[65, 66]), config, Backstage(usage=usage))
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for _ in range(2):
             await client.post("/v1/completions", json=BODY | {"model": served.name}, headers=bearer("a"))
