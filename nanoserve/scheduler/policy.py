@@ -70,11 +70,11 @@ def plan_step(
 
     ``running`` is in order of (priority, arrival); ``waiting`` in that of its turns. ``releases``: the blocks that come
     free with each further victim, youngest first. Both iterables are read only as far as the decision needs.
-    ``urgency``: the priority of the first of ``waiting``, before which requests of worse priority give way.
+    ``urgency``: the priority of the first of ``waiting``, where running requests of worse priority give way to it.
     """
     step = _Step(running, iter(releases), num_free_blocks, limits)
     queue = iter(waiting)
-    if urgency is not None and running and urgency < running[-1].rank[0]:
+    if urgency is not None:
         queue = step.give_way(urgency, queue)
     step.grant_decodes()
     step.grant_chunks()

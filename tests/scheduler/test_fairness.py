@@ -155,6 +155,18 @@ def test_a_lone_batch_request_gives_way_in_one_step() -> None:
     driver.run()
 
 
+def test_who_takes_a_seat_does_not_count_on_what_its_last_holder_would_have_computed() -> None:
+    """The batch request is in the middle of the prompt that both have; its next chunk is never computed."""
+    driver = Driver(make_config(num_blocks=16, max_num_seqs=1, max_num_batched_tokens=6))
+    driver.add(make_request("batch", [i % 3 for i in range(20)], max_tokens=4, priority=1))
+    driver.step()
+    driver.add(make_request("online", [i % 3 for i in range(20)], max_tokens=3))
+    driver.step()
+    assert driver.core.scheduler.stats().num_preemptions_total == 1
+    driver.run()
+    assert driver.num_cached["online"] == 4
+
+
 # Bounds
 
 
