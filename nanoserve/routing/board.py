@@ -1,4 +1,4 @@
-"""What a door knows of its engines, kept so that a choice takes as long among a thousand as among sixteen.
+"""What a door knows of its engines, kept so that a choice among a thousand looks at no more than one among sixteen.
 
 Among a few, all are ranked. Among many, those are that can be the best: the engines next to the prompt on a ring of
 hashes, those that hold most of it, and the home of its session. That is the power of a few choices (Mitzenmacher 2001),
