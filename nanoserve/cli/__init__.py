@@ -13,6 +13,7 @@ _COMMANDS = {
     "generate": "one answer, without a service",
     "batch": "answer an OpenAI batch file, through Ray Data",
     "bench": "latency and throughput of a service or a model",
+    "simulate": "a log of arrivals through scheduler and router in virtual time",
 }
 _USAGE_TYPES = ("config_error", "invalid_request_error")
 

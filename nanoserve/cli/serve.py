@@ -17,7 +17,17 @@ _OWN_SETTINGS = (
     "api_keys",
     "cors_origins",
     "drain_s",
+    "max_request_s",
+    "otlp_endpoint",
 )
+_KEY_SETTINGS = {
+    "tenant": "tenant",
+    "weight": "weight",
+    "class": "service_class",
+    "rpm": "requests_per_minute",
+    "tpm": "tokens_per_minute",
+    "concurrent": "max_concurrent_requests",
+}
 _TOP_KEYS = {"http_options", "applications", "proxy_location"}
 _APP_KEYS = {"name", "route_prefix", "import_path", "args"}
 
@@ -33,13 +43,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-replicas", type=int, metavar="N")
     parser.add_argument("--routers", dest="num_routers", type=int, metavar="N", help="HTTP doors (default: 1)")
     parser.add_argument("--served-model-name", metavar="NAME", help="the name that requests use")
-    parser.add_argument("--api-key", action="append", dest="api_keys", metavar="KEY", help="or NANOSERVE_API_KEY")
+    parser.add_argument(
+        "--api-key", action="append", dest="api_keys", type=api_key, metavar="KEY[,NAME=VALUE...]",
+        help=f"may be repeated; names: {', '.join(_KEY_SETTINGS)}; or NANOSERVE_API_KEY",
+    )  # fmt: skip
+    parser.add_argument("--max-request-seconds", dest="max_request_s", type=float, metavar="S", help="then it ends")
     parser.add_argument("--cors-origin", action="append", dest="cors_origins", metavar="ORIGIN", help='or "*"')
     parser.add_argument("--seed", type=int, metavar="N", help="requests without a seed repeat from start to start")
     parser.add_argument("--max-queued-requests", type=int, metavar="N", help="waiting requests per engine before 429")
+    parser.add_argument("--max-queued-tokens", type=int, metavar="N", help="their prompt tokens before 429")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry traces to this collector")
     parser.add_argument("--drain-seconds", dest="drain_s", type=float, metavar="S", help="(default: 30)")
     add_engine_flags(parser)
     parser.set_defaults(run=run)
+
+
+def api_key(text: str) -> str | dict[str, str]:
+    """``KEY``, or ``KEY,tenant=acme,weight=2``: what a config file writes as a mapping. Messages never show the key."""
+    key, *settings = text.split(",")
+    if not settings:
+        return key
+    known = {"key": key}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in _KEY_SETTINGS or not value:
+            raise argparse.ArgumentTypeError(f"after the key come NAME=VALUE with {', '.join(_KEY_SETTINGS)}.")
+        known[_KEY_SETTINGS[name]] = value
+    return known
 
 
 def run(options: argparse.Namespace) -> int:

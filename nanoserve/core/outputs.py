@@ -38,6 +38,19 @@ class RequestOutput(NamedTuple):
     pooled: bytes = b""
 
 
+class RequestEvent(NamedTuple):
+    """Something that a step did with a request, at the engine's Unix time ``at_s``.
+
+    "admitted": it got its place, with ``num_tokens`` cached. "chunk": ``num_tokens`` of its prompt are computed.
+    "preempted": its place was given to another, ``num_tokens`` were computed by then.
+    """
+
+    request_id: str
+    kind: str
+    at_s: float
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """Counts and seconds of one step, or of an idle engine. ``num_*_total`` are counters since the start.
@@ -46,6 +59,7 @@ class StepStats:
     ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step, as block keys
     (``hashing.block_key``); evictions come first.
     ``queue_times_s``: of each request that was first admitted, how long it had waited since it arrived at the door.
+    ``events``: what the step did with requests, in order.
     """
 
     step_id: int = 0
@@ -70,3 +84,4 @@ class StepStats:
     blocks_published: tuple[int, ...] = field(default=())
     blocks_evicted: tuple[int, ...] = field(default=())
     queue_times_s: tuple[float, ...] = field(default=())
+    events: tuple[RequestEvent, ...] = field(default=())

@@ -38,6 +38,7 @@ class GenerateRequest:
     and ``stop_token_ids`` holds the model's EOS ids (unless ``ignore_eos``) and the request's own.
     ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
+    ``tenant`` and ``weight``: whose request it is, and how much of the engine that tenant gets beside others.
     ``session_id``: requests of one session prefer one replica; engines ignore it.
     ``num_prior_output_tokens``: how many trailing ids of ``prompt_token_ids`` were generated before (a continued
     request): they count as output for penalties, positions, ``max_tokens`` and ``min_tokens``, not as prompt.
@@ -55,6 +56,8 @@ class GenerateRequest:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
     session_id: str = ""
     num_prior_output_tokens: int = 0
     pooling: PoolingParams | None = None

@@ -70,7 +70,6 @@ class Meter(Metrics):
         self._num_ended = 0
 
     def step(self, peer_id: str, stats: StepStats) -> None:
-        super().step(peer_id, stats)
         self._num_steps += 1
         self._num_running += stats.num_running
         self._num_tokens = stats.num_generated_tokens_total

@@ -16,6 +16,7 @@ from nanoserve.core.errors import EngineDeadError, InvalidRequestError, Nanoserv
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.engine.core import EngineCore, EngineUpdate
+from nanoserve.scheduler.admission import Backlog
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,7 @@ class AsyncEngine:
         self._compile_grammar = compile_grammar
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="nanoserve-grammar")
         self._compiling: dict[str, bool] = {}  # by request id, whether it was aborted meanwhile
-        self._num_inbound = 0
-        self._num_inbound_tokens = 0
+        self._inbound = Backlog()
         self._end: tuple[str, str] | None = _NOT_STARTED
         self._last_progress = clock()
         self._last_stats = StepStats()
@@ -94,7 +94,6 @@ class AsyncEngine:
             EngineDeadError: the engine does not run.
         """
         self._core.scheduler.validate(request)
-        num_tokens = len(request.prompt_token_ids)
         with self._lock:
             if self._end is not None:
                 raise EngineDeadError(self._end[1])
@@ -103,12 +102,9 @@ class AsyncEngine:
                     f"`request_id` must be unique among open requests. Given: {request.request_id!r}.",
                     param="request_id",
                 )
-            self._core.scheduler.check_queue(
-                request, num_inbound=self._num_inbound, num_inbound_tokens=self._num_inbound_tokens
-            )
+            self._core.scheduler.check_queue(request, self._inbound)
             self._open[request.request_id] = None
-            self._num_inbound += 1
-            self._num_inbound_tokens += num_tokens
+            self._inbound.add(request)
             if request.grammar is None:
                 self._inbox.put(request)
             else:
@@ -203,8 +199,7 @@ class AsyncEngine:
             self._core.abort(message)
             return
         with self._lock:  # a request is counted either as inbound or as waiting, never as both or neither
-            self._num_inbound -= 1
-            self._num_inbound_tokens -= len(message.prompt_token_ids)
+            self._inbound.remove(message)
             self._core.scheduler.enqueue(message)
 
     def _hand_over(self, update: EngineUpdate) -> None:
@@ -235,6 +230,7 @@ class AsyncEngine:
                 blocks_published=(),
                 blocks_evicted=(),
                 queue_times_s=(),
+                events=(),
             )
         outputs = tuple(RequestOutput(id_, finish_reason=FinishReason.ERROR, error=end) for id_ in open_ids)
         try:

@@ -40,6 +40,16 @@ class AuthenticationError(NanoserveError):
     type = "authentication_error"
 
 
+class QuotaError(NanoserveError):
+    """The key has used up what it may use for now; ``retry_after_s`` says when it is worth another try."""
+
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+
+
 class MethodNotAllowedError(NanoserveError):
     """The path exists, but not for this method; ``allow`` is the Allow header."""
 
@@ -68,6 +78,18 @@ class ResponseNotFoundError(NanoserveError):
             " conversation as `input` instead.",
             param="previous_response_id",
             code="previous_response_not_found",
+        )
+
+
+class RequestNotFoundError(NanoserveError):
+    """No request of this id is remembered, or it is another tenant's."""
+
+    type = "not_found_error"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"No request {request_id[:100]!r} is remembered. Routers remember their last requests only, in memory.",
+            code="request_not_found",
         )
 
 

@@ -48,6 +48,7 @@ class SamplingBody(RequestBody):
     priority: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    timeout_s: float | None = None
 
 
 class GenerationBody(SamplingBody):

@@ -23,6 +23,7 @@ class PoolingBody(RequestBody):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout_s: float | None = None
     user: Any = None
 
 

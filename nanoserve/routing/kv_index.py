@@ -6,7 +6,8 @@ a burst of requests with a new prefix then goes to one place instead of everywhe
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from zlib import crc32
 
 from nanoserve.core.hashing import block_hash, block_key, root_hash
 
@@ -39,18 +40,57 @@ class PrefixChain:
             yield self._keys[index]
 
 
+class Hits:
+    """Who holds how much of one prompt, as (blocks, holders) from the longest part down."""
+
+    __slots__ = ("_bits", "_block_size", "_groups", "_replicas")
+
+    def __init__(
+        self, groups: list[tuple[int, int]], bits: Mapping[str, int], replicas: Mapping[int, str], block_size: int
+    ) -> None:
+        self._groups = groups
+        self._bits = bits
+        self._replicas = replicas
+        self._block_size = block_size
+
+    def tokens(self, replica: str) -> int:
+        """Leading tokens of the prompt that the replica need not compute."""
+        bit = self._bits.get(replica, 0)
+        return next((depth * self._block_size for depth, mask in self._groups if mask & bit), 0)
+
+    def deepest(self, count: int, tie: str) -> list[str]:
+        """Up to ``count`` replicas that hold the most; where many hold as much, ``tie`` says with which to begin."""
+        found: list[str] = []
+        for _, mask in self._groups:
+            start = crc32(tie.encode()) % mask.bit_length()
+            for part in (mask >> start << start, mask & ((1 << start) - 1)):
+                while part and len(found) < count:
+                    bit = part & -part
+                    found.append(self._replicas[bit])
+                    part ^= bit
+        return found
+
+
+NO_HITS = Hits([], {}, {}, 1)
+"""Where there is no choice, or nothing to look for."""
+
+
 class KVIndex:
     """Owns what is known of the replicas' prefix caches; one door changes it."""
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
+        self._replicas: dict[int, str] = {}
+        self._all = 0
         self._holders: dict[int, int] = {}
         self._expected: dict[int, Counter[int]] = {}
 
     def reset(self, replica: str, blocks: Iterable[int]) -> None:
         """All that the replica holds now; what was known of it is forgotten."""
         self.forget(replica)
-        self._bits[replica] = self._free_bit()
+        bit = (self._all + 1) & ~self._all
+        self._bits[replica], self._replicas[bit] = bit, replica
+        self._all |= bit
         self.update(replica, blocks, ())
 
     def update(self, replica: str, published: Iterable[int], evicted: Iterable[int]) -> None:
@@ -71,6 +111,8 @@ class KVIndex:
         bit = self._bits.pop(replica, 0)
         if not bit:
             return
+        self._all &= ~bit
+        del self._replicas[bit]
         for key, mask in list(self._holders.items()):
             if mask & bit:
                 self._set(key, mask & ~bit)
@@ -104,35 +146,27 @@ class KVIndex:
             if not counts:
                 del self._expected[key]
 
-    def hit_tokens(self, chain: PrefixChain) -> dict[str, int]:
-        """How many leading tokens of the prompt each replica need not compute; replicas without any are left out."""
-        depth_of: dict[int, int] = {}
-        mask = sum(self._bits.values())
+    def find(self, chain: PrefixChain) -> Hits:
+        """Who holds how much of the prompt."""
+        groups: list[tuple[int, int]] = []
+        mask = self._all
         for depth, key in enumerate(chain):
             here = mask & (self._holders.get(key, 0) | sum(self._expected.get(key, ())))
             if here != mask:
-                _note(depth_of, mask & ~here, depth)
+                groups.append((depth, mask & ~here))
                 mask = here
             if not mask:
                 break
-        _note(depth_of, mask, len(chain))
-        return {
-            replica: depth_of[bit] * chain.block_size for replica, bit in self._bits.items() if depth_of.get(bit, 0)
-        }
+        groups.append((len(chain), mask))
+        held = [(depth, mask) for depth, mask in reversed(groups) if depth and mask]
+        return Hits(held, self._bits, self._replicas, chain.block_size)
+
+    def hit_tokens(self, chain: PrefixChain) -> dict[str, int]:
+        """How many leading tokens of the prompt each replica need not compute; replicas without any are left out."""
+        hits = self.find(chain)
+        return {replica: num_tokens for replica in self._bits if (num_tokens := hits.tokens(replica))}
 
     def num_blocks(self, replica: str) -> int:
         """Blocks that the replica has told of, for checks."""
         bit = self._bits[replica]
         return sum(1 for mask in self._holders.values() if mask & bit)
-
-    def _free_bit(self) -> int:
-        used = sum(self._bits.values())
-        return (used + 1) & ~used
-
-
-def _note(depth_of: dict[int, int], mask: int, depth: int) -> None:
-    """Every replica in ``mask`` was followed down to ``depth``."""
-    while mask:
-        bit = mask & -mask
-        depth_of[bit] = depth
-        mask ^= bit

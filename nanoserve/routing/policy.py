@@ -64,27 +64,37 @@ class Demand:
     """What a request asks of a replica.
 
     ``hit_tokens``: leading prompt tokens that a replica holds, by its key. ``session_id``: requests that share one
-    prefer one replica, whatever it holds. ``tie``: equal replicas are told apart by it, the same way at every door.
+    prefer one replica, whatever it holds: ``home``, or one that is drawn from those ranked. ``tie``: equal replicas are
+    told apart by it, the same way at every door.
     """
 
     num_tokens: int
     tie: str
     session_id: str = ""
+    home: str | None = None
     hit_tokens: Mapping[str, int]
 
 
-def rank(loads: Sequence[EngineLoad], demand: Demand) -> list[EngineLoad]:
-    """``loads`` in order of preference for the request."""
+def load_limit(num_requests: int, num_replicas: int) -> float:
+    """Requests beyond which a replica is overloaded, where all together have ``num_requests``."""
+    return LOAD_BOUND * (1 + num_requests) / max(num_replicas, 1) + LOAD_SLACK
+
+
+def rank(loads: Sequence[EngineLoad], demand: Demand, limit: float | None = None) -> list[EngineLoad]:
+    """``loads`` in order of preference for the request. ``limit``: see ``load_limit``; None: these are all of them."""
     if not loads:
         return []
-    limit = LOAD_BOUND * (1 + sum(load.num_requests for load in loads)) / len(loads) + LOAD_SLACK
-    home = max(loads, key=lambda load: _mark(demand.session_id, load)).key if demand.session_id else None
+    if limit is None:
+        limit = load_limit(sum(load.num_requests for load in loads), len(loads))
+    home = demand.home
+    if home is None and demand.session_id:
+        home = max(loads, key=lambda load: mark(demand.session_id, load.key)).key
 
     def cost(load: EngineLoad) -> tuple[bool, float, float, int]:
         num_hits = demand.num_tokens if load.key == home else demand.hit_tokens.get(load.key, 0)
         tokens = COMPUTED_WEIGHT * (demand.num_tokens - num_hits)
         tokens += load.num_waiting_tokens + REQUEST_TOKENS * load.num_requests
-        return load.num_requests + 1 > limit, tokens, _fullness(load), _mark(demand.tie, load)
+        return load.num_requests + 1 > limit, tokens, _fullness(load), mark(demand.tie, load.key)
 
     return sorted(loads, key=cost)
 
@@ -94,8 +104,8 @@ def _fullness(load: EngineLoad) -> float:
     return round(1 - load.num_free_blocks / load.num_blocks, 1) if load.num_blocks else 0.0
 
 
-def _mark(word: str, load: EngineLoad) -> int:
+def mark(word: str, key: str) -> int:
     """Rendezvous hashing: doors that know nothing of each other agree, and a replica that leaves moves only its own."""
-    mixed = crc32(word.encode()) * 0x9E3779B97F4A7C15 + crc32(load.key.encode()) * 0xC2B2AE3D27D4EB4F
+    mixed = crc32(word.encode()) * 0x9E3779B97F4A7C15 + crc32(key.encode()) * 0xC2B2AE3D27D4EB4F
     mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     return mixed >> 32

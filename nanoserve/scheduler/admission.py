@@ -51,6 +51,70 @@ def _check_length(num_tokens: int, limit: int, *, needs_room: bool, what: str) -
         )
 
 
+class Backlog:
+    """Requests and prompt tokens of those that wait, in all and by tenant. One thread changes it, any may read."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._of: dict[str, tuple[int, int]] = {}
+
+    def add(self, request: GenerateRequest) -> None:
+        self._change(request.tenant, 1, len(request.prompt_token_ids))
+
+    def remove(self, request: GenerateRequest) -> None:
+        self._change(request.tenant, -1, -len(request.prompt_token_ids))
+
+    def of(self, tenant: str) -> tuple[int, int]:
+        """The tenant's requests and prompt tokens."""
+        return self._of.get(tenant, (0, 0))
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Who has anything here."""
+        return frozenset(self._of.copy())
+
+    def _change(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
+        own_requests, own_tokens = self.of(tenant)
+        if own_requests + num_requests:
+            self._of[tenant] = own_requests + num_requests, own_tokens + num_tokens
+        else:
+            del self._of[tenant]
+
+
+def has_room(limit: int, *, num_all: int, num_own: int, num_tenants: int) -> bool:
+    """Whether a bounded place takes a newcomer that makes it hold ``num_all``, ``num_own`` of them its tenant's.
+
+    A full place still takes those of a tenant that holds less than its part of the limit, or one tenant's flood would
+    turn the others away. So ``n`` tenants that come one after the other fill it to ``1 + 1/2 + ... + 1/n`` limits.
+    """
+    return num_all <= limit or num_own * num_tenants <= limit
+
+
+class ServiceRate:
+    """How fast requests and tokens have left a queue of late. One thread records; any may ask."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: deque[tuple[float, int]] = deque(maxlen=128)
+
+    def record(self, num_tokens: int) -> None:
+        """A request with so many tokens left."""
+        self._left.append((self._clock(), num_tokens))
+
+    def wait_s(self, num_requests: int, num_tokens: int = 0) -> float:
+        """Seconds until so many have left at the recent rate, from 1 to 60; 1 without history."""
+        left = list(self._left)
+        if not left:
+            return 1.0
+        period_s = max(self._clock() - left[0][0], 1e-3)
+        num_tokens_left = sum(tokens for _, tokens in left)
+        wait_s = max(num_requests / len(left), num_tokens / max(num_tokens_left, 1)) * period_s
+        return min(max(wait_s, 1.0), _MAX_RETRY_AFTER_S)
+
+
 class QueueBounds:
     """Refuses requests beyond the queue's bounds, with a Retry-After from the recent rate of admissions.
 
@@ -60,29 +124,33 @@ class QueueBounds:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._clock = clock
-        self._admissions: deque[tuple[float, int]] = deque(maxlen=128)
+        self._rate = ServiceRate(clock)
 
     def record(self, num_prompt_tokens: int) -> None:
         """A request left the queue for the first time."""
-        self._admissions.append((self._clock(), num_prompt_tokens))
+        self._rate.record(num_prompt_tokens)
 
-    def check(self, num_prompt_tokens: int, *, num_ahead: int, num_tokens_ahead: int) -> None:
-        """Raise QueueFullError when this prompt does not fit behind those ahead. An empty queue takes any prompt."""
-        num_tokens_over = num_tokens_ahead + num_prompt_tokens - self._max_tokens
-        num_over = num_ahead + 1 - self._max_requests
-        if num_ahead and (num_over > 0 or num_tokens_over > 0):
-            raise QueueFullError(
-                f"The queue is full: {num_ahead} requests with {num_tokens_ahead} prompt tokens wait already.",
-                retry_after_s=self._retry_after_s(num_over, num_tokens_over),
-            )
+    def check(self, request: GenerateRequest, *waiting: Backlog) -> None:
+        """Raise QueueFullError when this request does not fit behind those that wait.
 
-    def _retry_after_s(self, num_over: int, num_tokens_over: int) -> float:
-        """Seconds until so many requests and tokens have left at the recent rate, from 1 to 60; 1 without history."""
-        admissions = list(self._admissions)
-        if not admissions:
-            return 1.0
-        period_s = max(self._clock() - admissions[0][0], 1e-3)
-        num_tokens = sum(tokens for _, tokens in admissions)
-        wait_s = max(num_over / len(admissions), num_tokens_over / max(num_tokens, 1)) * period_s
-        return min(max(wait_s, 1.0), _MAX_RETRY_AFTER_S)
+        A tenant with nothing in the queue may always put one request there, however long its prompt.
+        """
+        tenant, num_tokens = request.tenant, len(request.prompt_token_ids)
+        own_requests, own_tokens = (sum(counts) for counts in zip(*(each.of(tenant) for each in waiting), strict=True))
+        if not own_requests:
+            return
+        num_requests = sum(each.num_requests for each in waiting)
+        all_tokens = sum(each.num_tokens for each in waiting)
+        num_tenants = len(frozenset[str]().union(*(each.tenants for each in waiting)))
+        wanted = (
+            (self._max_requests, num_requests + 1, own_requests + 1),
+            (self._max_tokens, all_tokens + num_tokens, own_tokens + num_tokens),
+        )
+        if all(has_room(limit, num_all=n, num_own=own, num_tenants=num_tenants) for limit, n, own in wanted):
+            return
+        raise QueueFullError(
+            f"The queue is full: {num_requests} requests with {all_tokens} prompt tokens wait already.",
+            retry_after_s=self._rate.wait_s(
+                num_requests + 1 - self._max_requests, all_tokens + num_tokens - self._max_tokens
+            ),
+        )

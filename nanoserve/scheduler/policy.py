@@ -10,12 +10,15 @@ without taking blocks away from an older prompt.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 
 class Running(Protocol):
-    """The counts of an admitted request. ``num_slots``: tokens that its blocks can hold."""
+    """The counts of an admitted request of ``rank`` (priority, arrival). Its blocks can hold ``num_slots`` tokens."""
 
+    @property
+    def rank(self) -> tuple[int, int]: ...
     @property
     def num_pending_tokens(self) -> int: ...
     @property
@@ -61,16 +64,21 @@ def plan_step(
     *,
     num_free_blocks: int,
     limits: Limits,
+    urgency: int | None = None,
 ) -> Decision:
     """Share one step's tokens and blocks.
 
-    ``running`` is in order of (priority, arrival), and so is ``waiting``. ``releases``: the blocks that come free with
-    each further victim, youngest first. Both iterables are read only as far as the decision needs.
+    ``running`` is in order of (priority, arrival); ``waiting`` in that of its turns. ``releases``: the blocks that come
+    free with each further victim, youngest first. Both iterables are read only as far as the decision needs.
+    ``urgency``: the priority of the first of ``waiting``, where running requests of worse priority give way to it.
     """
     step = _Step(running, iter(releases), num_free_blocks, limits)
+    queue = iter(waiting)
+    if urgency is not None:
+        queue = step.give_way(urgency, queue)
     step.grant_decodes()
     step.grant_chunks()
-    step.admit(iter(waiting))
+    step.admit(queue)
     return Decision(grants=step.grants, num_preempted=len(running) - step.num_kept, admissions=step.admissions)
 
 
@@ -91,6 +99,25 @@ class _Step:
         self.admissions: list[int] = []
         self.num_kept = len(running)
         self.starved = False
+
+    def give_way(self, urgency: int, waiting: Iterator[Waiting]) -> Iterator[Waiting]:
+        """Send the youngest requests of worse priority back, if that lets the head of the queue in.
+
+        It comes in with the next step, since its hits may be in the victims' blocks; at once where nobody else is left.
+        """
+        head = next(waiting)
+        num_kept, num_free_blocks, given = self.num_kept, self.num_free_blocks, list[int]()
+        while not (fits := num_kept < self.limits.max_num_seqs and head.num_blocks <= num_free_blocks):
+            if not num_kept or self.running[num_kept - 1].rank[0] <= urgency:
+                break
+            given.append(next(self.releases))
+            num_free_blocks += given[-1]
+            num_kept -= 1
+        if fits:
+            self.num_kept, self.num_free_blocks = num_kept, num_free_blocks
+        else:
+            self.releases = chain(given, self.releases)
+        return chain([head], waiting)
 
     def grant_decodes(self) -> None:
         """One token for every decode, oldest first, and its drafts where they take nothing from those behind it."""
@@ -135,12 +162,13 @@ class _Step:
     def admit(self, waiting: Iterator[Waiting]) -> None:
         """Admit from the head while seats, budget and blocks last; a head that does not fit holds back all behind it.
 
-        Nobody is admitted in a step that took blocks from a running request, or that could not serve one.
+        Nobody is admitted in a step that took blocks from a running request, or that could not serve one; but where
+        all gave way to the head, it is, alone.
         """
-        if self.starved or self.num_kept < len(self.running):
-            return
-        num_seats = self.limits.max_num_seqs - len(self.running)
-        while len(self.admissions) < num_seats and self.budget > 0:
+        num_seats = self.limits.max_num_seqs - self.num_kept
+        if self.num_kept < len(self.running):
+            num_seats = 0 if self.num_kept else 1
+        while len(self.admissions) < num_seats and self.budget > 0 and not self.starved:
             request = next(waiting, None)
             if request is None or request.num_blocks > self.num_free_blocks:
                 return

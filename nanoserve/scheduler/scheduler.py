@@ -11,7 +11,7 @@ from collections.abc import Sequence as Indexable
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.errors import DeadlineError, InvalidRequestError
 from nanoserve.core.hashing import BlockHash
-from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
+from nanoserve.core.outputs import FinishReason, RequestEvent, RequestOutput, StepStats
 from nanoserve.core.plan import (
     BlockCopy,
     ModelRunnerOutput,
@@ -21,9 +21,10 @@ from nanoserve.core.plan import (
 )
 from nanoserve.core.request import GenerateRequest
 from nanoserve.scheduler.accounting import append, append_verified, take_scores
-from nanoserve.scheduler.admission import QueueBounds, max_length, validate
+from nanoserve.scheduler.admission import Backlog, QueueBounds, max_length, validate
 from nanoserve.scheduler.deadlines import Deadlines
 from nanoserve.scheduler.drafts import Drafter, spare_rows
+from nanoserve.scheduler.fairness import OUTPUT_PRICE, FairQueue
 from nanoserve.scheduler.kv_cache_manager import KVCacheManager, Promise
 from nanoserve.scheduler.policy import Decision, Limits, Waiting, plan_step
 from nanoserve.scheduler.ranked import RankedSequences
@@ -58,14 +59,14 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._sequences: dict[str, Sequence] = {}
         self._running = RankedSequences()
-        self._waiting = RankedSequences()
+        self._waiting = FairQueue()
+        self._backlog = Backlog()
         self._in_flight: list[Sequence] = []
         self._ended: list[RequestOutput] = []
         self._released_request_ids: list[str] = []
         self._block_copies: list[BlockCopy] = []
         self._step_id = 0
         self._num_arrived = 0
-        self._num_waiting_tokens = 0
         self._num_scheduled_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -74,6 +75,7 @@ class Scheduler:
         self._num_finished = 0
         self._num_aborted = 0
         self._queue_times_s: list[float] = []
+        self._events: list[RequestEvent] = []
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
 
@@ -88,13 +90,9 @@ class Scheduler:
         """Raise InvalidRequestError when the request can never fit the context or the pool."""
         validate(request, self._config)
 
-    def check_queue(self, request: GenerateRequest, *, num_inbound: int = 0, num_inbound_tokens: int = 0) -> None:
+    def check_queue(self, request: GenerateRequest, inbound: Backlog | None = None) -> None:
         """Raise QueueFullError when the waiting queue, and those on their way into it, leave no room."""
-        self._bounds.check(
-            len(request.prompt_token_ids),
-            num_ahead=len(self._waiting) + num_inbound,
-            num_tokens_ahead=self._num_waiting_tokens + num_inbound_tokens,
-        )
+        self._bounds.check(request, self._backlog, inbound or Backlog())
 
     def add(self, request: GenerateRequest) -> None:
         """Take the request into the waiting queue.
@@ -162,6 +160,7 @@ class Scheduler:
             self._kv.releases(reversed(self._running)),
             num_free_blocks=self._kv.num_free_blocks,
             limits=self._limits,
+            urgency=self._urgency(),
         )
         self._num_scheduled_tokens += sum(decision.grants) + sum(decision.admissions)
         scheduled = self._commit(decision, probes)
@@ -187,11 +186,12 @@ class Scheduler:
         blocks_published, blocks_evicted = self._kv.drain_events()
         num_scheduled_tokens, self._num_scheduled_tokens = self._num_scheduled_tokens, 0
         queue_times_s, self._queue_times_s = self._queue_times_s, []
+        events, self._events = self._events, []
         return StepStats(
             step_id=self._step_id,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting_tokens=self._backlog.num_tokens,
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._kv.num_free_blocks,
             num_cached_blocks=self._kv.num_cached_blocks,
@@ -210,6 +210,7 @@ class Scheduler:
             blocks_published=blocks_published,
             blocks_evicted=blocks_evicted,
             queue_times_s=tuple(queue_times_s),
+            events=tuple(events),
         )
 
     def check_invariants(self) -> None:
@@ -221,13 +222,14 @@ class Scheduler:
         running, waiting = list(self._running), list(self._waiting)
         assert {id(s) for s in running + waiting} == {id(s) for s in self._sequences.values()}, self._describe()
         assert len(running) <= self._config.max_num_seqs, self._describe()
+        assert running == sorted(running, key=lambda sequence: sequence.rank), self._describe()
         for group, is_running in ((running, True), (waiting, False)):
-            assert group == sorted(group, key=lambda sequence: sequence.rank), self._describe()
             for sequence in group:
                 assert sequence.is_running is is_running, sequence.request_id
                 assert sequence.num_pending_tokens > 0, f"{sequence.request_id} has nothing to compute"
                 assert bool(sequence.block_ids) is is_running, f"{sequence.request_id} holds {sequence.block_ids}"
-        assert self._num_waiting_tokens == sum(len(s.request.prompt_token_ids) for s in waiting)
+        assert self._backlog.num_requests == len(waiting), self._describe()
+        assert self._backlog.num_tokens == sum(len(s.request.prompt_token_ids) for s in waiting)
         self._kv.check_invariants(running)
 
     # Deciding and committing
@@ -259,6 +261,12 @@ class Scheduler:
         self._block_copies.clear()
         return plan
 
+    def _urgency(self) -> int | None:
+        """The priority of the head of the queue, where it is better than that of a running request."""
+        urgency = self._waiting.urgency
+        worst = self._running.items[-1].rank[0] if len(self._running) else None
+        return urgency if urgency is not None and worst is not None and urgency < worst else None
+
     def _candidates(self, probes: list[_Probe]) -> Iterator[Waiting]:
         """The counts of the waiting queue, head first, each with the prefix hits that it would get now.
 
@@ -266,7 +274,7 @@ class Scheduler:
         its known tokens in this step: those are hits too.
         """
         promised: dict[BlockHash, Promise] = {}
-        for sequence in self._running:
+        for sequence in self._running if self._urgency() is None else ():  # one that gives way computes nothing
             if sequence.num_pending_tokens > 1:
                 self._kv.promise(sequence, sequence.num_published, promised)
         for sequence in self._waiting:
@@ -322,6 +330,8 @@ class Scheduler:
         end = start + num_tokens
         num_pending = sequence.num_pending_tokens
         num_drafts = max(0, num_tokens - num_pending)
+        if not sequence.is_decoding:
+            self._note(sequence, "chunk", num_tokens)
         new_block_ids = self._kv.grow(sequence, max(end, sequence.num_target_tokens))
         num_samples = num_drafts + 1 if num_tokens >= num_pending and sequence.samples else 0
         num_scored = end - max(start, sequence.num_scored_tokens) if sequence.num_unscored_tokens else 0
@@ -343,29 +353,35 @@ class Scheduler:
         self._leave_queue(sequence)
         self._running.add(sequence)
         sequence.is_running = True
+        self._note(sequence, "admitted", sequence.num_computed_tokens)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self._num_prompt_tokens += sequence.num_prompt_tokens
             self._num_cached_tokens += sequence.num_cached_tokens
             self._bounds.record(len(sequence.request.prompt_token_ids))
+            self._waiting.charge_prompt(sequence)
             if sequence.request.arrival_s:
                 self._queue_times_s.append(max(0.0, self._clock() - sequence.request.arrival_s))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back into the queue at its old rank; what it computed is lost, but for what the prefix cache keeps."""
+        self._note(sequence, "preempted", sequence.num_computed_tokens)
         self._kv.release(sequence)
         sequence.is_running = False
         self._released_request_ids.append(sequence.request_id)
         self._join_queue(sequence)
         self._num_preemptions += 1
 
+    def _note(self, sequence: Sequence, kind: str, num_tokens: int) -> None:
+        self._events.append(RequestEvent(sequence.request_id, kind, self._clock(), num_tokens))
+
     def _join_queue(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
-        self._num_waiting_tokens += len(sequence.request.prompt_token_ids)
+        self._backlog.add(sequence.request)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
-        self._num_waiting_tokens -= len(sequence.request.prompt_token_ids)
+        self._backlog.remove(sequence.request)
 
     # Accounting and ending
 
@@ -396,6 +412,8 @@ class Scheduler:
         elif not token_ids and not scores:
             return None
         self._num_generated_tokens += len(token_ids)
+        share = sequence.share
+        share.used += OUTPUT_PRICE * len(token_ids) / share.weight
         stop_token_id = token_ids[-1] if finish_reason is FinishReason.STOP else None
         logprobs = sampled.logprobs and sampled.logprobs[: len(token_ids)]
         return RequestOutput(

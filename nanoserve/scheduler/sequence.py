@@ -42,6 +42,16 @@ def root_node(*salts: str) -> PrefixNode:
     return PrefixNode(None, salts, root_hash(*salts))
 
 
+class Share:
+    """One tenant's account: ``used`` counts the tokens it was served over its ``weight``; see ``fairness``."""
+
+    __slots__ = ("used", "weight")
+
+    def __init__(self, weight: float = 1.0, used: float = 0.0) -> None:
+        self.weight = weight
+        self.used = used
+
+
 class Sequence:
     """One open request. Ordered by ``rank``: (priority, arrival); lower is served first.
 
@@ -49,13 +59,13 @@ class Sequence:
     log probabilities were delivered. ``num_slots``: tokens that ``block_ids`` can hold. ``nodes``: the full blocks
     named so far; the first ``num_published`` of them were offered to the prefix cache. ``is_decoding``: all but the
     last known token are computed, and that one was sampled since the last admission. ``num_cached_tokens`` is -1 before
-    the first admission. ``drafter`` guesses its next tokens; it outlives preemptions.
+    the first admission. ``drafter`` guesses its next tokens; it outlives preemptions. ``share``: its tenant's account.
     """
 
     __slots__ = ("block_ids", "draft_token_ids", "drafter", "is_decoding", "is_running", "max_length", "nodes",
                  "num_cached_tokens", "num_computed_tokens", "num_draft_tokens", "num_fixed_tokens",
                  "num_prompt_tokens", "num_published", "num_scored_tokens", "num_slots", "rank", "request",
-                 "request_id", "root", "stop_token_ids", "token_ids")  # fmt: skip
+                 "request_id", "root", "share", "stop_token_ids", "token_ids")  # fmt: skip
 
     def __init__(self, request: GenerateRequest, *, rank: Rank, max_length: int, root: PrefixNode) -> None:
         self.request = request
@@ -70,6 +80,7 @@ class Sequence:
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids or ())
         self.nodes: list[PrefixNode] = []
         self.drafter: Drafter | None = None
+        self.share = Share()
         self.num_cached_tokens = -1
         self.is_running = False
         self.reset()

@@ -38,6 +38,12 @@ def build(args: ServingArgs) -> Application:
 
     if (key := os.environ.get("NANOSERVE_API_KEY")) and not args.api_keys:
         args = args.model_copy(update={"api_keys": (key,)})
+    if args.otlp_endpoint is not None:
+        from nanoserve.serving.tracing import check_exporter
+
+        check_exporter()
+    keys = tuple(key if isinstance(key, str) else key.resolved(os.environ) for key in args.api_keys)
+    args = args.model_copy(update={"api_keys": keys})
     return assemble(args, load_engine, http_app)
 
 

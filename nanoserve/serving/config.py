@@ -1,15 +1,55 @@
 """The builder's typed arguments: what a Serve config file's ``args`` and the flags of ``nanoserve serve`` may say."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from nanoserve.core.config import EngineArgs
 from nanoserve.core.errors import ConfigError
 
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineArgs))
+
+
+class ApiKey(BaseModel):
+    """A key, whose it is, and what it may use. ``key``, or ``key_env``: the environment variable that holds it.
+
+    Keys of one ``tenant`` share its part of the engines, which ``weight`` sets; a quota belongs to a key. ``batch``
+    requests run behind all ``online`` ones.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: SecretStr = SecretStr("")
+    key_env: str | None = None
+    tenant: str = Field(default="", pattern=r"^[\w.@-]{0,64}$")
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    service_class: Literal["online", "batch"] = "online"
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    max_concurrent_requests: int | None = Field(default=None, ge=1)
+
+    def resolved(self, environment: Mapping[str, str]) -> "ApiKey":
+        """With the key that ``key_env`` names.
+
+        Raises:
+            ConfigError: there is no such variable.
+        """
+        if self.key_env is None:
+            return self
+        if not (key := environment.get(self.key_env)):
+            raise ConfigError(f"`api_keys`: the environment has no variable {self.key_env!r}.")
+        return self.model_copy(update={"key": SecretStr(key), "key_env": None})
 
 
 class ModelArgs(BaseModel):
@@ -79,14 +119,15 @@ class ModelArgs(BaseModel):
 class ServingArgs(ModelArgs):
     """Arguments of ``nanoserve.serving:build``: one model, written beside these, or several in ``models``.
 
-    ``num_routers`` doors serve all models. ``drain_s``: how long a stopping router lets its streams run before it ends
-    them. A request waits ``engine_wait_s`` for an engine, ``cold_start_wait_s`` where engines may sleep, and
-    ``failover_wait_s`` after it lost one.
+    ``num_routers`` doors serve all models. ``max_request_s``: the most time that a request may take.
+    ``otlp_endpoint``: where OpenTelemetry traces are sent. ``drain_s``: how long a stopping router lets its streams run
+    before it ends them. A request waits ``engine_wait_s`` for an engine, ``cold_start_wait_s`` where engines may sleep,
+    and ``failover_wait_s`` after it lost one.
     """
 
     models: tuple[ModelArgs, ...] = ()
     num_routers: int = Field(default=1, ge=1)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str | ApiKey, ...] = Field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     max_open_requests: int = Field(default=2048, ge=1)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
@@ -95,11 +136,12 @@ class ServingArgs(ModelArgs):
     failover_wait_s: float = Field(default=60.0, ge=0)
     door_grace_s: float = Field(default=5.0, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
+    max_request_s: float | None = Field(default=None, gt=0)
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")
 
     @model_validator(mode="after")
     def _consistent_service(self) -> Self:
-        if not all(self.api_keys):
-            raise ConfigError("`api_keys` must not hold an empty key.")
+        self._check_keys()
         beside = sorted(self.model_fields_set & ModelArgs.model_fields.keys())
         if self.models and beside:
             raise ConfigError(f"With `models`, `{beside[0]}` and its like belong to the items of that list.")
@@ -107,6 +149,17 @@ class ServingArgs(ModelArgs):
         if twice := [model.name for model in self.models if names.count(deployment_name(self, model)) > 1]:
             raise ConfigError(f"`models` holds {twice[0]!r} twice; give each its own `served_model_name`.")
         return self
+
+    def _check_keys(self) -> None:
+        for key in self.api_keys:
+            if not key or (isinstance(key, ApiKey) and bool(key.key.get_secret_value()) == bool(key.key_env)):
+                raise ConfigError("`api_keys` must not hold an empty key, and each either `key` or `key_env`.")
+            most = None if isinstance(key, str) else key.max_concurrent_requests
+            if most is not None and most < self.num_routers:
+                raise ConfigError(
+                    f"`max_concurrent_requests` ({most}) must be >= `num_routers` ({self.num_routers}), each of which"
+                    " holds its part of it."
+                )
 
     @property
     def served(self) -> tuple[ModelArgs, ...]:
@@ -122,4 +175,6 @@ def deployment_name(args: ServingArgs, model: ModelArgs) -> str:
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"] if part != "engine") or "args"
-    return f"`{name}`: {first['msg']}. Given: {first['input']!r:.200}."
+    # Nothing of a key may get into a message, so neither may what was given in its place.
+    given = "" if first["loc"][:1] == ("api_keys",) else f" Given: {first['input']!r:.200}."
+    return f"`{name}`: {first['msg']}.{given}"

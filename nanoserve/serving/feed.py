@@ -12,7 +12,7 @@ a request's context when that request's client leaves.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,11 @@ from typing import Any, Protocol
 from nanoserve.core.errors import EngineDeadError, NanoserveError, QueueFullError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
-from nanoserve.routing.kv_index import KVIndex, PrefixChain
-from nanoserve.routing.policy import Demand, EngineLoad, rank
+from nanoserve.routing.board import Board
+from nanoserve.routing.kv_index import NO_HITS, Hits, PrefixChain
+from nanoserve.routing.policy import Demand, EngineLoad
+from nanoserve.scheduler.admission import Backlog, ServiceRate, has_room
+from nanoserve.serving.step_totals import StepTotals
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping, Submit, merge
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,16 @@ class Observer(Protocol):
     def paced(self, seconds_per_token: float) -> None: ...
     def finished(self, reason: str, seconds: float) -> None: ...
     def resubmitted(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Who remembers what happened to single requests."""
+
+    def note(self, request_id: str, event: str, *, at_s: float | None = None, **details: Any) -> None: ...
+
+
+class _NoJournal:
+    def note(self, request_id: str, event: str, *, at_s: float | None = None, **details: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,7 @@ class Peer:
     card: EngineCard | None = None
     seq: int = 0
     stats: StepStats = field(default_factory=StepStats)
+    totals: StepTotals | None = None
     health: str = "idle"
     reason: str = ""
     num_breaks: int = 0
@@ -131,6 +145,7 @@ class FeedStream:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.chain: PrefixChain | None = None
+        self.num_expected_hits = 0
         self._skip_prompt_logprobs = 0
         self._door = door
         self._pending: list[RequestOutput] = []
@@ -208,20 +223,25 @@ class FeedDoor:
         config: DoorConfig,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
         wake: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``wake`` is given where there may be no engine while nobody asks; it returns when there is one."""
         self._transport = transport
         self._config = config
         self._observer = observer
+        self._journal = journal or _NoJournal()
         self._clock = clock
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None
         self._card: EngineCard | None = None
         self._peers: dict[str, Peer] = {}
-        self._kv = KVIndex()
+        self._board = Board()
+        self._kv = self._board.kv
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
+        self._backlog = Backlog()
+        self._ends = ServiceRate(clock)
         self._changed = asyncio.Event()
         self._suspects = asyncio.Lock()
         self._emptied = asyncio.Event()
@@ -241,10 +261,10 @@ class FeedDoor:
         """
         if self._draining:
             raise UnavailableError("The service is shutting down; send the request again in a few seconds.")
-        if len(self._open) >= self._config.max_open_requests:
-            raise QueueFullError(f"{len(self._open)} requests are open, which is the limit; try again later.")
+        self._check_room(request)
         stream = FeedStream(self, request, self._clock())
         self._open.add(stream)
+        self._backlog.add(request)
         try:
             await self._place(stream, self._config.engine_wait_s)
         except NanoserveError:
@@ -254,6 +274,16 @@ class FeedDoor:
             stream.close()
             raise
         return stream
+
+    def _check_room(self, request: GenerateRequest) -> None:
+        num_own = self._backlog.of(request.tenant)[0] + 1
+        num_tenants = len(self._backlog.tenants | {request.tenant})
+        limit = self._config.max_open_requests
+        if not has_room(limit, num_all=len(self._open) + 1, num_own=num_own, num_tenants=num_tenants):
+            raise QueueFullError(
+                f"{len(self._open)} requests are open, which is the limit; try again later.",
+                retry_after_s=self._ends.wait_s(len(self._open) + 1 - limit),
+            )
 
     def close(self, stream: FeedStream) -> None:
         if not stream.finished:
@@ -329,6 +359,7 @@ class FeedDoor:
             if peer.peer_id not in listed and peer.state in (PeerState.NEW, PeerState.UP):
                 logger.info("engine leaves peer=%s num_streams=%d", peer.peer_id, len(peer.streams))
                 peer.state = PeerState.RETIRING
+                self._board.drop(peer.peer_id)
                 self._close_if_retired(peer)
 
     def _adopt(self, peer_id: str) -> None:
@@ -347,6 +378,7 @@ class FeedDoor:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._transport.release(peer.peer_id)
+        self._board.drop(peer.peer_id)
         self._kv.forget(peer.peer_id)
         self._changed.set()
         if peer.peer_id in self._listed:
@@ -402,6 +434,7 @@ class FeedDoor:
             self._kv.reset(peer.peer_id, hello.blocks)
         if peer.state is PeerState.NEW:
             peer.state = PeerState.UP
+            self._board.put(peer.load())
             logger.info("engine up peer=%s engine_id=%s", peer.peer_id, hello.card.engine_id)
         self._changed.set()
 
@@ -409,21 +442,34 @@ class FeedDoor:
         now_s, served, step_id = self._clock(), self._serves(peer), peer.stats.step_id
         for item in items:
             self._kv.update(peer.peer_id, item.stats.blocks_published, item.stats.blocks_evicted)
+            if item.stats.step_id != step_id:
+                self._note_events(peer, item.stats)
             for output in item.outputs:
                 if (stream := peer.streams.get(output.request_id)) is not None:
                     self._deliver(stream, output, now_s)
                 elif output.finish_reason is None:  # runs on for nobody: its submit arrived after we gave it up
                     self._send(peer, _Call(Abort(output.request_id)))
+            peer.totals = item.totals or peer.totals
             if item.stats.step_id != step_id:
                 step_id = item.stats.step_id
                 self._observer.step(peer.peer_id, item.stats)
         last = items[-1]
         peer.seq, peer.stats, peer.health, peer.reason = last.seq, last.stats, last.state, last.reason
         peer.heard_s = now_s
+        self._reload(peer)
         if not served and self._serves(peer):
             self._changed.set()
         if last.state in ("dead", "stuck"):
             self._lose(peer, last.reason)
+
+    def _note_events(self, peer: Peer, stats: StepStats) -> None:
+        for event in stats.events:
+            if (stream := peer.streams.get(event.request_id)) is not None:
+                details = {"cached_tokens" if event.kind == "admitted" else "tokens": event.num_tokens}
+                self._note(stream, event.kind, at_s=event.at_s, step=stats.step_id, **details)
+
+    def _note(self, stream: FeedStream, event: str, *, at_s: float | None = None, **details: Any) -> None:
+        self._journal.note(stream.request.request_id, event, at_s=at_s, **details)
 
     def _deliver(self, stream: FeedStream, output: RequestOutput, now_s: float) -> None:
         if output.error is not None and output.error[0] in _LOST:
@@ -432,6 +478,8 @@ class FeedDoor:
         if output.new_token_ids:
             since = stream.last_token_s or stream.opened_s
             (self._observer.next_tokens if stream.last_token_s else self._observer.first_token)(now_s - since)
+            if not stream.last_token_s:
+                self._note(stream, "first_token")
             stream.first_token_s, stream.last_token_s = stream.first_token_s or now_s, now_s
             self._settle(stream)
         stream.push(output)
@@ -450,6 +498,7 @@ class FeedDoor:
                 return
             except QueueFullError as error:
                 full[peer.peer_id] = error
+                self._note(stream, "passed_on", replica=peer.peer_id, reason=error.message)
             except EngineLostError:
                 pass
             except EngineDeadError as error:
@@ -462,12 +511,15 @@ class FeedDoor:
     async def _choose(self, stream: FeedStream, full: dict[str, QueueFullError], give_up_s: float) -> Peer:
         """The best engine that is not full; waits for one while there is none at all."""
         while True:
-            serving = {peer.peer_id: peer for peer in self._peers.values() if self._serves(peer)}
-            ranked = rank([peer.load() for peer in serving.values()], self._demand(stream, serving))
-            for load in ranked:
-                if load.key not in full:
-                    return serving[load.key]
-            if serving:
+            found = False
+            demand, hits = self._demand(stream)
+            for load in self._board.choices(demand, hits):
+                if self._serves(peer := self._peers[load.key]):
+                    found = True
+                    if load.key not in full:
+                        stream.num_expected_hits = hits.tokens(load.key)
+                        return peer
+            if found:
                 raise min(full.values(), key=lambda error: error.retry_after_s)
             self.wake()
             try:
@@ -477,11 +529,11 @@ class FeedDoor:
             except TimeoutError:
                 raise UnavailableError(self.trouble() or "No engine is available.") from None
 
-    def _demand(self, stream: FeedStream, serving: Mapping[str, Peer]) -> Demand:
+    def _demand(self, stream: FeedStream) -> tuple[Demand, Hits]:
         """Prefixes are looked up only where there is a choice."""
         request = stream.request
         chain = None
-        if len(serving) > 1 and (card := self.card()) is not None:
+        if len(self._board) > 1 and (card := self.card()) is not None:
             chain = PrefixChain(
                 (*request.prompt_token_ids, *stream.emitted),
                 block_size=card.block_size,
@@ -489,12 +541,17 @@ class FeedDoor:
             )
         stream.chain = chain
         first_block = next(iter(chain), None) if chain is not None else None
-        return Demand(
+        demand = Demand(
             num_tokens=len(request.prompt_token_ids) + len(stream.emitted),
             tie=request.request_id if first_block is None else f"{first_block:x}",
             session_id=request.session_id,
-            hit_tokens={} if chain is None else self._kv.hit_tokens(chain),
+            hit_tokens={},
         )
+        return demand, NO_HITS if chain is None else self._kv.find(chain)
+
+    def _reload(self, peer: Peer) -> None:
+        if peer.state is PeerState.UP:
+            self._board.put(peer.load())
 
     def _settle(self, stream: FeedStream) -> None:
         """The engine has told of the prompt's blocks by now, or never will."""
@@ -506,11 +563,22 @@ class FeedDoor:
         request = stream.next_attempt()
         stream.peer = peer
         peer.streams[stream.attempt_id] = stream
+        self._reload(peer)
         if stream.chain is not None:
             self._kv.expect(peer.peer_id, stream.chain)
         call = _Call(Submit(request), asyncio.get_running_loop().create_future())
         self._send(peer, call)
         assert call.done is not None
+        load = peer.load()
+        self._note(
+            stream,
+            "sent",
+            replica=peer.peer_id,
+            attempt=stream.attempt,
+            expected_cached_tokens=stream.num_expected_hits,
+            replica_running=load.num_running,
+            replica_waiting=load.num_waiting,
+        )
         await call.done
 
     def _send(self, peer: Peer, call: _Call) -> None:
@@ -565,6 +633,8 @@ class FeedDoor:
 
     def _move(self, stream: FeedStream, reason: str) -> None:
         """To another engine, unless it was lost too often in a row without a token in between."""
+        lost_peer = None if stream.peer is None else stream.peer.peer_id
+        self._note(stream, "moved", replica=lost_peer, reason=reason, tokens=len(stream.emitted))
         self._unbook(stream)
         stream.num_idle_losses += 1
         stream.decided.set()
@@ -605,6 +675,7 @@ class FeedDoor:
 
     def _end(self, stream: FeedStream, reason: str, *, abort: bool) -> None:
         self._forget(stream)
+        self._note(stream, "finished", reason=reason, tokens=len(stream.emitted))
         self._observer.finished(reason, self._clock() - stream.opened_s)
         if len(stream.emitted) > 1:
             self._observer.paced((stream.last_token_s - stream.first_token_s) / (len(stream.emitted) - 1))
@@ -615,7 +686,10 @@ class FeedDoor:
     def _forget(self, stream: FeedStream) -> None:
         stream.finished = True
         stream.decided.set()
-        self._open.discard(stream)
+        if stream in self._open:
+            self._open.remove(stream)
+            self._backlog.remove(stream.request)
+            self._ends.record(0)
         if not self._open:
             self._emptied.set()
 
@@ -624,6 +698,7 @@ class FeedDoor:
         peer, stream.peer, stream.accepted = stream.peer, None, False
         if peer is not None:
             peer.streams.pop(stream.attempt_id, None)
+            self._reload(peer)
             self._close_if_retired(peer)
 
     # ---- watching

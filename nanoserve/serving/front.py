@@ -1,14 +1,12 @@
-"""What every request passes, whatever its route: an id, the key, and a last net for faults. Pure ASGI.
+"""What every request passes, whatever its route: an id, CORS, and a last net for faults. Pure ASGI.
 
 Starlette's ``BaseHTTPMiddleware`` would copy each chunk through a memory stream of its own, several times the cost of
 a token; these wrap ``send`` or nothing.
 """
 
-import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
@@ -19,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoserve.core.errors import NanoserveError
 from nanoserve.protocol.errors import (
     TYPE_OF_STATUS,
-    AuthenticationError,
     MethodNotAllowedError,
     RouteNotFoundError,
     as_known,
@@ -32,7 +29,6 @@ from nanoserve.protocol.errors import (
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _FINE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -127,36 +123,3 @@ class Faults:
             logger.exception("internal fault path=%s request_id=%s", scope["path"], scope.get("request_id"))
             if not started:
                 await error_response(as_known(fault), scope["path"])(scope, receive, send)
-
-
-class ApiKeys:
-    """Refuses every request without one of the keys, except OPTIONS and ``OPEN_PATHS``. No keys: everything is open."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._admits(scope):
-            return await self._app(scope, receive, send)
-        message = "Give a valid API key in the header `Authorization: Bearer KEY` (or `x-api-key: KEY`)."
-        refusal = error_response(AuthenticationError(message, code="invalid_api_key"), scope["path"])
-        return await refusal(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        if not self._keys or scope["type"] != "http" or scope["method"] == "OPTIONS":
-            return True
-        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
-        return path in OPEN_PATHS or self._has_key(scope)
-
-    def _has_key(self, scope: Scope) -> bool:
-        """Compares with every key, each in constant time, so that the time tells nothing about them."""
-        given = [_bearer_token(value) for name, value in scope["headers"] if name == b"authorization"]
-        given += [value for name, value in scope["headers"] if name == b"x-api-key"]
-        matches = [hmac.compare_digest(token, key) for token in given[:2] for key in self._keys]
-        return any(matches)
-
-
-def _bearer_token(authorization: bytes) -> bytes:
-    scheme, _, token = authorization.partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""

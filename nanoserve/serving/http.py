@@ -5,6 +5,7 @@ everything but ``OPEN_PATHS`` and OPTIONS asks for one; a trailing slash changes
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ from nanoserve.core.errors import InvalidRequestError, ModelNotFoundError, Nanos
 from nanoserve.protocol import responses
 from nanoserve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from nanoserve.protocol.body import parse_body
-from nanoserve.protocol.errors import ResponseNotFoundError, error_json
+from nanoserve.protocol.errors import RequestNotFoundError, ResponseNotFoundError, error_json
 from nanoserve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,9 +34,12 @@ from nanoserve.protocol.openai_responses import ResponsesRequest
 from nanoserve.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from nanoserve.serving import chat_route, completions_route, messages_route, pooling_route, responses_route
 from nanoserve.serving.answer import OPENAI_STYLE, EventAnswer, EventWriter, JsonAnswer, StreamStyle
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.body import read_body
+from nanoserve.serving.callers import TIMEOUT_HEADER, Callers, CallersDoor, callers_of, deadline
+from nanoserve.serving.config import ApiKey
 from nanoserve.serving.door import Door, Health, ServedModel
-from nanoserve.serving.front import ApiKeys, Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
+from nanoserve.serving.front import Cors, Faults, RequestIds, on_http_exception, on_nanoserve_error
 from nanoserve.serving.openapi import document
 from nanoserve.serving.response_store import ResponseStore, StoredResponse
 from nanoserve.text.from_messages import chat_of
@@ -49,6 +53,7 @@ _FORMS = {
     "text", "output_config", "output_format",
 }  # fmt: skip
 SESSION_HEADER = "x-session-id"
+_LIMIT_HEADERS = [f"x-ratelimit-{w}-{of}" for of in ("requests", "tokens") for w in ("limit", "remaining", "reset")]
 
 
 class Work(Protocol):
@@ -67,12 +72,15 @@ class HttpConfig:
     """What an operator may set about the front door.
 
     ``cors_origins`` empty: no CORS headers, browsers of other origins are refused; ``("*",)``: all are let in.
+    ``num_routers`` apps share the keys' quotas. ``max_request_s``: the most time that a request may take.
     ``ping_s``: after so much silence a stream sends a comment; ``stall_s``: after so long a client that does not read
     is dropped. ``max_stored_responses`` and ``max_stored_bytes``: how many of ``/v1/responses`` are remembered for
     ``previous_response_id``.
     """
 
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str | ApiKey, ...] = ()
+    num_routers: int = 1
+    max_request_s: float | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_s: float = 60.0
@@ -82,39 +90,43 @@ class HttpConfig:
     max_stored_bytes: int = 64 * 1024 * 1024
 
 
-def build_app(door: Door, config: HttpConfig) -> FastAPI:
-    """The app. It keeps no state but the responses it remembers: several may run beside each other on one door."""
+def build_app(door: Door, config: HttpConfig, backstage: Backstage | None = None) -> FastAPI:
+    """The app. Its own state are quotas and the responses it remembers."""
+    backstage = Backstage() if backstage is None else backstage
     app = FastAPI(
         title="nanoserve",
         openapi_url=None,
         redirect_slashes=False,
-        middleware=_middleware(config),
+        middleware=_middleware(config, backstage),
         exception_handlers={NanoserveError: on_nanoserve_error, HTTPException: on_http_exception},
     )
-    routes = Routes(door, config)
+    routes = Routes(door, config, backstage)
     for path, methods, handler in routes.table():
         app.add_api_route(path, handler, methods=methods, response_model=None)
     return app
 
 
-def _middleware(config: HttpConfig) -> list[Middleware]:
+def _middleware(config: HttpConfig, backstage: Backstage) -> list[Middleware]:
     """Outermost first. CORS stands outside the key, so that a browser may read a 401."""
     cors = Middleware(
         Cors,
         allow_origins=config.cors_origins,
         allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", *_LIMIT_HEADERS],
     )
-    doors = [Middleware(Faults), Middleware(ApiKeys, keys=config.api_keys)]
-    return [Middleware(RequestIds), *([cors] if config.cors_origins else []), *doors]
+    callers = callers_of(config.api_keys, config.num_routers)
+    doors = [Middleware(Faults), Middleware(Callers, callers=callers, usage=backstage.usage)]
+    traces = [] if backstage.trace is None else [Middleware(backstage.trace)]
+    return [Middleware(RequestIds), *traces, *([cors] if config.cors_origins else []), *doors]
 
 
 class Routes:
     """The handlers, and the table that says where each of them answers."""
 
-    def __init__(self, door: Door, config: HttpConfig) -> None:
+    def __init__(self, door: Door, config: HttpConfig, backstage: Backstage) -> None:
         self._door = door
+        self._backstage = backstage
         self._config = config
         self._stored = ResponseStore(max_count=config.max_stored_responses, max_bytes=config.max_stored_bytes)
         self._version = _version()
@@ -134,6 +146,7 @@ class Routes:
             ("/v1/responses", ["POST"], self.responses),
             ("/v1/responses/{response_id}", ["GET"], self.one_response),
             ("/v1/responses/{response_id}", ["DELETE"], self.forget_response),
+            ("/v1/requests/{request_id}/timeline", ["GET"], self.timeline),
             ("/v1/responses/{response_id}/input_items", ["GET"], self.input_items),
             ("/v1/messages", ["POST"], self.messages),
             ("/v1/messages/count_tokens", ["POST"], self.count_tokens),
@@ -195,7 +208,7 @@ class Routes:
         history = [] if before is None else self._response(before).messages
         body = responses_route.resolved(body, self._stored)
         work = await self._beside_loop(
-            request, responses_route.prepare, model, body, self._door, history, self._stored.put
+            request, responses_route.prepare, model, body, self._door_for(request, body), history, self._stored.put
         )
         return self._answer(work, stream=bool(body.stream), style=work.style)
 
@@ -222,6 +235,13 @@ class Routes:
             raise ResponseNotFoundError(response_id)
         return found
 
+    async def timeline(self, request_id: str, request: Request) -> Response:
+        """What happened to a request and why, by the id of its response or its `x-request-id`."""
+        found = await self._backstage.find_timeline(request.scope["caller"].tenant, request_id)
+        if found is None:
+            raise RequestNotFoundError(request_id)
+        return _json(found)
+
     async def messages(self, request: Request) -> Response:
         body = await self._parse(request, MessagesRequest)
         work = await self._prepare(request, messages_route.prepare, body)
@@ -240,18 +260,20 @@ class Routes:
 
     async def embeddings(self, request: Request) -> Response:
         body = await self._parse(request, EmbeddingRequest)
-        work = await asyncio.to_thread(pooling_route.embeddings, self._door, self._find(body.model), body)
-        return JsonAnswer(work.reply)
+        door, model = self._door_for(request, body), self._find(body.model)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.embeddings, door, model, body)).reply)
 
     async def rerank(self, request: Request) -> Response:
         body = await self._parse(request, RerankRequest)
         model = self._find(body.model, required=False)
-        return JsonAnswer((await asyncio.to_thread(pooling_route.rerank, self._door, model, body)).reply)
+        door = self._door_for(request, body)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.rerank, door, model, body)).reply)
 
     async def score(self, request: Request) -> Response:
         body = await self._parse(request, ScoreRequest)
         model = self._find(body.model, required=False)
-        return JsonAnswer((await asyncio.to_thread(pooling_route.score, self._door, model, body)).reply)
+        door = self._door_for(request, body)
+        return JsonAnswer((await asyncio.to_thread(pooling_route.score, door, model, body)).reply)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._parse(request, TokenizeRequest)
@@ -281,8 +303,17 @@ class Routes:
 
     async def _prepare(self, request: Request, prepare: Prepare[Body], body: Body) -> Work:
         model = self._find(body.model)
-        work: Work = await self._beside_loop(request, prepare, self._door, model, body, self._fingerprint)
+        door = self._door_for(request, body)
+        work: Work = await self._beside_loop(request, prepare, door, model, body, self._fingerprint)
         return work
+
+    def _door_for(self, request: Request, body: RequestBody) -> CallersDoor:
+        """The door for one request of its caller, with the request's deadline."""
+        asked_s = getattr(body, "timeout_s", None)
+        if asked_s is None:
+            asked_s = request.headers.get(TIMEOUT_HEADER)
+        deadline_s = deadline(asked_s, self._config.max_request_s, time.time())
+        return CallersDoor(self._door, request.scope, self._backstage, deadline_s)
 
     async def _beside_loop(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Parsing and tokenizing take milliseconds a page of text: a long one must not hold up the other streams."""

@@ -9,6 +9,7 @@ from typing import Any
 from nanoserve.core.errors import CheckpointError, ConfigError
 from nanoserve.core.request import GenerateRequest
 from nanoserve.model.folder import resolve_model
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.config import ModelArgs, ServingArgs
 from nanoserve.serving.door import Health, ServedModel
 from nanoserve.serving.feed import FeedDoor, FeedStream
@@ -119,7 +120,13 @@ def http_door(feeds: Mapping[str, FeedDoor], scrape: Scrape, args: ServingArgs) 
     return HttpDoor(models, scrape)
 
 
-def http_app(feeds: Mapping[str, FeedDoor], scrape: Scrape, args: ServingArgs) -> Any:
+def http_app(feeds: Mapping[str, FeedDoor], backstage: Backstage, args: ServingArgs) -> Any:
     """The OpenAI-compatible app around the feeds of this process."""
-    config = HttpConfig(api_keys=args.api_keys, cors_origins=args.cors_origins, max_body_bytes=args.max_body_bytes)
-    return build_app(http_door(feeds, scrape, args), config)
+    config = HttpConfig(
+        api_keys=args.api_keys,
+        num_routers=args.num_routers,
+        max_request_s=args.max_request_s,
+        cors_origins=args.cors_origins,
+        max_body_bytes=args.max_body_bytes,
+    )
+    return build_app(http_door(feeds, backstage.scrape, args), config, backstage)

@@ -22,6 +22,7 @@ from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
 from nanoserve.model.threads import default_threads
 from nanoserve.serving.link import HOST_VARIABLE, LinkServer
+from nanoserve.serving.step_totals import StepMeter, StepTotals
 from nanoserve.serving.wire import Abort, EngineCard, FeedItem, Hello, Op, Ping
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,11 @@ class _Outbox:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     grace: asyncio.TimerHandle | None = None
 
-    def push(self, outputs: tuple[RequestOutput, ...], stats: StepStats, health: Health) -> None:
+    def push(
+        self, outputs: tuple[RequestOutput, ...], stats: StepStats, health: Health, totals: StepTotals | None = None
+    ) -> None:
         self.seq += 1
-        self.items.append(FeedItem(self.seq, outputs, stats, health.state, health.reason))
+        self.items.append(FeedItem(self.seq, outputs, stats, health.state, health.reason, totals))
         self.num_vector_bytes += _vector_bytes(outputs)
         while len(self.items) > RING_ITEMS or (self.num_vector_bytes > RING_VECTOR_BYTES and len(self.items) > 1):
             self.num_vector_bytes -= _vector_bytes(self.items.popleft().outputs)
@@ -111,6 +114,7 @@ class EngineReplica:
         self._link = LinkServer(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
+        self._meter = StepMeter()
         self._queue_s = 0.0
         self._cached: set[int] = set()
         self._beat_s = 0.0
@@ -200,6 +204,7 @@ class EngineReplica:
 
     def _fan_out(self, update: Update) -> None:
         self._stats = update.stats
+        self._meter.add(update.stats)
         for queue_s in update.stats.queue_times_s:
             self._queue_s += 0.2 * (queue_s - self._queue_s)
         self._cached.difference_update(update.stats.blocks_evicted)
@@ -223,10 +228,10 @@ class EngineReplica:
         now_s = time.monotonic()
         late_s, self._beat_s = now_s - self._beat_s - HEARTBEAT_S, now_s
         self._loop.call_later(HEARTBEAT_S, self._heartbeat)
-        health = self._engine.health()
+        health, totals = self._engine.health(), self._meter.totals()
         for door_id, outbox in list(self._outboxes.items()):
             outbox.heard_s += late_s if late_s > HEARTBEAT_S else 0.0
-            outbox.push((), self._stats, health)
+            outbox.push((), self._stats, health, totals)
             if now_s - outbox.heard_s > DOOR_TIMEOUT_S:
                 outbox.reader = None
                 self._forget(door_id)

@@ -5,30 +5,35 @@ A plain class, decorated in ``app.py``. The app is bound late: Serve asks for it
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.config import ModelArgs, ServingArgs, deployment_name
 from nanoserve.serving.feed import DoorConfig, FeedDoor
 from nanoserve.serving.membership import engines_of
 from nanoserve.serving.metrics import Metrics, render
+from nanoserve.serving.timeline import Json, Timelines
 from nanoserve.serving.transport import SocketTransport
+from nanoserve.serving.usage import Usage
+
+if TYPE_CHECKING:
+    from nanoserve.serving.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 2.0
 ROLL_CALL_PERIOD_S = 1.0
-Scrape = Callable[[], Awaitable[bytes]]
 Doors = Mapping[str, FeedDoor]
 """By the model's name."""
 
-MakeApp = Callable[[Doors, Scrape, ServingArgs], Any]
+MakeApp = Callable[[Doors, Backstage, ServingArgs], Any]
 
 
 class Router:
@@ -40,13 +45,23 @@ class Router:
         self._make_app = make_app
         self._context = serve.get_replica_context()
         self._metrics = {name: Metrics(self._context.replica_id.unique_id, name) for name in engines}
+        self._usage = Usage(self._context.replica_id.unique_id)
+        self._tracing = None if args.otlp_endpoint is None else _tracing(args.otlp_endpoint, self._context)
+        self._timelines = Timelines(self._tracing)
         self._doors: dict[str, FeedDoor] = {}
         self._watch: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
         self._doors = {model.name: self._door(model) for model in self._args.served}
         self._watch = asyncio.get_running_loop().create_task(self._end_in_time(), context=Context())
-        return await asyncio.to_thread(self._make_app, self._doors, self._scrape, self._args)
+        backstage = Backstage(
+            scrape=self._scrape,
+            usage=self._usage,
+            timelines=self._timelines,
+            trace=None if self._tracing is None else self._tracing.wrap,
+            ask_others=self._ask_others if self._args.num_routers > 1 else None,
+        )
+        return await asyncio.to_thread(self._make_app, self._doors, backstage, self._args)
 
     def _door(self, model: ModelArgs) -> FeedDoor:
         members = engines_of(deployment_name(self._args, model))
@@ -60,7 +75,13 @@ class Router:
         async def wake() -> None:
             await self._engines[model.name].wake.remote()
 
-        door = FeedDoor(transport, config, self._metrics[model.name], wake=wake if model.sleeps else None)
+        door = FeedDoor(
+            transport,
+            config,
+            self._metrics[model.name],
+            journal=self._timelines,
+            wake=wake if model.sleeps else None,
+        )
         members.bind(asyncio.get_running_loop(), door.set_members)
         door.wake()
         return door
@@ -102,9 +123,20 @@ class Router:
 
     async def door_families(self) -> list[Metric]:
         """What only this router can tell, for another one's ``/metrics``."""
-        return [
+        own = [
             family for name, door in self._doors.items() for family in self._metrics[name].door_families(door.num_open)
         ]
+        return [*own, *self._usage.families()]
+
+    async def find_timeline(self, tenant: str, id_: str) -> Json | None:
+        """What this router knows of a request, for another one."""
+        return self._timelines.find(tenant, id_)
+
+    async def _ask_others(self, tenant: str, id_: str) -> Json | None:
+        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
+        async with asyncio.timeout(PEER_TIMEOUT_S):
+            found = await routers.broadcast("find_timeline", tenant, id_).results_async()
+        return next((each for each in found if each is not None), None)
 
     def __del__(self) -> None:
         """Serve calls it on this replica's loop when its last request has ended."""
@@ -112,6 +144,8 @@ class Router:
             watch.cancel()
         for door in getattr(self, "_doors", {}).values():
             door.leave()
+        if tracing := getattr(self, "_tracing", None):
+            tracing.close()
 
     async def _scrape(self) -> bytes:
         families = [
@@ -124,3 +158,10 @@ class Router:
             for door in await routers.broadcast("door_families").results_async():
                 families += door
         return render(families)
+
+
+def _tracing(endpoint: str, context: Any) -> "Tracing":
+    """Imported only where there are traces to send."""
+    from nanoserve.serving.tracing import Tracing, otlp_exporter
+
+    return Tracing(otlp_exporter(endpoint), context.replica_id.unique_id)

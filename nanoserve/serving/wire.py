@@ -22,6 +22,7 @@ from nanoserve.core.errors import (
 )
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
+from nanoserve.serving.step_totals import StepTotals
 
 MAX_FRAME_BYTES = 1 << 28
 
@@ -77,13 +78,15 @@ class Control(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FeedItem:
-    """One step's news for one door. ``state`` and ``reason`` are the engine's health when it was sent."""
+    """One step's news for one door. ``state`` and ``reason`` are the engine's health when it was sent. ``totals`` comes
+    with a heartbeat."""
 
     seq: int
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
     state: str
     reason: str
+    totals: StepTotals | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

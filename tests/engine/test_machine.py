@@ -72,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs=data.draw(st.sampled_from([None, 0])),
             logprobs=data.draw(st.sampled_from([None, 0])),
             priority=data.draw(st.integers(0, 2)),
+            tenant=data.draw(st.sampled_from(["", "a", "b"])),
             adapter=data.draw(st.sampled_from([None, "a"])),
             cache_salt=data.draw(st.sampled_from(["", "tenant"])),
             deadline_s=data.draw(st.sampled_from([None, self.now_s + 3])),

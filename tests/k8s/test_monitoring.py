@@ -17,6 +17,7 @@ import yaml
 from nanoserve.core.outputs import StepStats
 from nanoserve.serving.feed import Peer
 from nanoserve.serving.metrics import Metrics, render
+from nanoserve.serving.step_totals import StepMeter
 from tests.k8s.strict import K8S
 from tests.serving.service import Service, answer, free_port
 
@@ -26,10 +27,12 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
 
 def shown_text() -> str:
     metrics = Metrics("r", "m")
-    metrics.step("e", StepStats())
+    meter, peer = StepMeter(), Peer("e", 0.0)
+    meter.add(StepStats(step_id=1))
+    peer.totals = meter.totals()
     metrics.finished("stop", 1.0)
     metrics.resubmitted()
-    return render([*metrics.engine_families([Peer("e", 0.0)]), *metrics.door_families(1)]).decode()
+    return render([*metrics.engine_families([peer]), *metrics.door_families(1)]).decode()
 
 
 def dashboard() -> dict[str, Any]:

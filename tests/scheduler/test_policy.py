@@ -18,6 +18,7 @@ class Counts:
     num_draft_tokens: int = 0
     num_computed_tokens: int = 4
     num_slots: int = 8
+    rank: tuple[int, int] = (0, 0)
 
 
 FULL = Counts(num_computed_tokens=8)

@@ -4,7 +4,7 @@ it was cut, moved or resumed. And the smallest app that streams it."""
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig
@@ -14,6 +14,7 @@ from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.engine.async_engine import AsyncEngine
 from nanoserve.engine.core import EngineCore
+from nanoserve.serving.backstage import Backstage
 from nanoserve.serving.feed import FeedDoor
 from nanoserve.serving.replica import Deliver, Engine
 from nanoserve.serving.wire import EngineCard
@@ -83,7 +84,7 @@ def make_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     return AsyncEngine(EngineCore(FakeExecutor(), config), deliver), card
 
 
-def make_app(doors: Mapping[str, FeedDoor], scrape: Callable[[], Awaitable[bytes]], args: Any) -> Any:
+def make_app(doors: Mapping[str, FeedDoor], backstage: Backstage, args: Any) -> Any:
     """POST /generate {"prompt": [ids], "max_tokens": n, "seed": s}: a stream of data lines, one list of ids each."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -101,7 +102,7 @@ def make_app(doors: Mapping[str, FeedDoor], scrape: Callable[[], Awaitable[bytes
 
     @app.get("/metrics")
     async def metrics() -> Any:
-        return Response(await scrape(), media_type="text/plain")
+        return Response(await backstage.scrape(), media_type="text/plain")
 
     @app.post("/generate")
     async def generate(request: Request) -> Any:

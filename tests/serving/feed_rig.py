@@ -10,7 +10,7 @@ from nanoserve.core.errors import NanoserveError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
-from nanoserve.serving.feed import DoorConfig, FeedDoor, FeedStream
+from nanoserve.serving.feed import DoorConfig, FeedDoor, FeedStream, Journal
 from nanoserve.serving.replica import EngineReplica
 from nanoserve.serving.wire import FeedItem, Hello, Op
 from tests.serving import fakes
@@ -124,10 +124,10 @@ QUICK = DoorConfig(engine_wait_s=0.3, failover_wait_s=3.0, readopt_after_s=0.3)
 class Rig:
     """One door; ``join`` and ``leave`` are what Serve would say."""
 
-    def __init__(self, config: DoorConfig = QUICK) -> None:
+    def __init__(self, config: DoorConfig = QUICK, journal: Journal | None = None) -> None:
         self.transport = MemoryTransport()
         self.log = Log()
-        self.door = FeedDoor(self.transport, config, self.log)
+        self.door = FeedDoor(self.transport, config, self.log, journal=journal)
         self._members: frozenset[str] = frozenset()
 
     async def join(self, *peer_ids: str, **args: Any) -> None:

@@ -5,8 +5,8 @@ import re
 import httpx
 import pytest
 
+from nanoserve.serving.callers import OPEN_PATHS
 from nanoserve.serving.door import ServedModel
-from nanoserve.serving.front import OPEN_PATHS
 from nanoserve.serving.http import HttpConfig, build_app
 from tests.serving.conftest import ClientFor
 from tests.serving.replies import refused

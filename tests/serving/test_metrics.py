@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanoserve.core.outputs import StepStats
 from nanoserve.serving.feed import Peer
 from nanoserve.serving.metrics import Metrics, render
+from nanoserve.serving.step_totals import StepMeter
 
 _ORDER = ("model", "router", "replica", "reason", "phase", "le")
 
@@ -34,28 +35,38 @@ def test_engines_are_shown_by_model_and_replica() -> None:
 
 
 def test_steps_are_shown_by_what_they_took_and_held() -> None:
-    metrics = Metrics("r1", "m")
+    meter = StepMeter()
     one = StepStats(num_running=3, num_scheduled_tokens=40, schedule_s=0.001, execute_s=0.01, update_s=0.002)
-    metrics.step("e1", replace(one, queue_times_s=(0.5, 2.0)))
-    metrics.step("e1", replace(one, num_running=4, num_scheduled_tokens=4))
-    found = samples(render(metrics.door_families(0)))
-    assert found["nanoserve_step_seconds_sum", "m", "r1", "e1"] == pytest.approx(0.026)
-    assert found["nanoserve_step_requests_sum", "m", "r1", "e1"] == 7
-    assert found["nanoserve_step_tokens_sum", "m", "r1", "e1"] == 44
-    assert found["nanoserve_queue_seconds_count", "m", "r1", "e1"] == 2
-    assert found["nanoserve_queue_seconds_sum", "m", "r1", "e1"] == 2.5
-    assert found["nanoserve_step_phase_seconds_total", "m", "r1", "e1", "execute"] == 0.02
-    assert found["nanoserve_step_phase_seconds_total", "m", "r1", "e1", "update"] == 0.004
+    meter.add(replace(one, step_id=1, queue_times_s=(0.5, 2.0)))
+    meter.add(replace(one, step_id=2, num_running=4, num_scheduled_tokens=4))
+    meter.add(replace(one, step_id=2))
+    peer = Peer("e1", 0.0)
+    peer.totals = meter.totals()
+    found = samples(render(Metrics("r1", "m").engine_families([peer, Peer("silent", 0.0)])))
+    assert found["nanoserve_step_seconds_sum", "m", "e1"] == pytest.approx(0.026)
+    assert found["nanoserve_step_requests_sum", "m", "e1"] == 7
+    assert found["nanoserve_step_requests_count", "m", "e1"] == 2
+    assert found["nanoserve_step_requests_bucket", "m", "e1", "2.0"] == 0
+    assert found["nanoserve_step_requests_bucket", "m", "e1", "4.0"] == 2
+    assert found["nanoserve_step_tokens_sum", "m", "e1"] == 44
+    assert found["nanoserve_queue_seconds_count", "m", "e1"] == 2
+    assert found["nanoserve_queue_seconds_sum", "m", "e1"] == 2.5
+    assert found["nanoserve_step_phase_seconds_total", "m", "e1", "execute"] == 0.02
+    assert found["nanoserve_step_phase_seconds_total", "m", "e1", "update"] == 0.004
 
 
-def test_a_replica_that_is_gone_leaves_no_series() -> None:
-    metrics = Metrics("r1", "m")
-    metrics.step("e1", StepStats())
-    metrics.step("e2", StepStats())
-    render(metrics.engine_families([Peer("e2", 0.0)]))
-    text = render(metrics.door_families(0))
-    assert b'replica="e1"' not in text
-    assert b'replica="e2"' in text
+def test_steps_are_counted_once_however_many_routers_see_them() -> None:
+    """Each router once kept a histogram of every engine's steps, so a sum over routers was too large."""
+    meter = StepMeter()
+    meter.add(StepStats(step_id=1, num_running=1))
+    peer = Peer("e1", 0.0)
+    peer.totals = meter.totals()
+    first, second = Metrics("r1", "m"), Metrics("r2", "m")
+    first.step("e1", StepStats(step_id=1))
+    second.step("e1", StepStats(step_id=1))
+    text = render([*first.engine_families([peer]), *first.door_families(0), *second.door_families(0)])
+    counts = [value for name, value in samples(text).items() if name[0] == "nanoserve_step_seconds_count"]
+    assert counts == [1]
 
 
 def test_the_families_of_several_routers_become_one() -> None:
