@@ -22,6 +22,7 @@ from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.kernels.native import library, why_not
 from nanoserve.model.kernels.native.fused import NativeKernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
+from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
 from nanoserve.model.runner import ModelRunner
@@ -69,7 +70,7 @@ def build(args: EngineArgs) -> LoadedModel:
         max_positions=max_model_len,
     )
     num_parameters, weights_bytes = _load(network, folder)
-    pool, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
+    pool, tiers, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
     info = ModelInfo(
         name=args.model,
         architecture=architecture,
@@ -96,6 +97,7 @@ def build(args: EngineArgs) -> LoadedModel:
         ),
         grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
         max_num_seqs=args.max_num_seqs,
+        tiers=tiers,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
 
@@ -192,8 +194,8 @@ def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int
 
 def _allocate(
     args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int
-) -> tuple[KVPool, SchedulerConfig]:
-    """The pool that the memory settings buy; ``max_model_len`` is cut to what it holds."""
+) -> tuple[KVPool, KVTiers, SchedulerConfig]:
+    """The pool and the tiers that the memory settings buy; ``max_model_len`` is cut to what it holds."""
     blocks_per_request = -(-max_model_len // args.block_size)
     num_blocks = count_blocks(
         args,
@@ -204,8 +206,11 @@ def _allocate(
     if capacity < max_model_len:
         logger.warning("max_model_len is cut to what the KV cache holds from=%d to=%d", max_model_len, capacity)
     pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+    tiers, num_host_blocks, num_disk_blocks = KVTiers.allocate(args, pool.blocks)
     scheduler = SchedulerConfig(
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=num_disk_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -215,4 +220,4 @@ def _allocate(
         max_queued_tokens=args.max_queued_tokens,
         num_speculative_tokens=args.max_drafts,
     )
-    return pool, scheduler
+    return pool, tiers, scheduler
