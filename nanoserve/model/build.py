@@ -25,6 +25,7 @@ from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.loader import load_weights, tensor_names
 from nanoserve.model.quant import linear_method
+from nanoserve.model.quant.measured import MeasuredMethod
 from nanoserve.model.runner import ModelRunner
 from nanoserve.model.threads import default_threads
 
@@ -55,7 +56,7 @@ def build(args: EngineArgs) -> LoadedModel:
     config = load_config(folder, tuple(ARCHITECTURES))
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
-    method = linear_method(args.quantization)
+    method = MeasuredMethod(linear_method(args.quantization))
     backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
     kernels = choose_kernels(*config.row_sizes)
     if args.deterministic:
@@ -69,7 +70,7 @@ def build(args: EngineArgs) -> LoadedModel:
         kernels=kernels,
         max_positions=max_model_len,
     )
-    num_parameters, weights_bytes = _load(network, folder)
+    num_parameters, loaded_bytes = _load(network, folder)
     pool, tiers, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
     info = ModelInfo(
         name=args.model,
@@ -80,7 +81,7 @@ def build(args: EngineArgs) -> LoadedModel:
         max_model_len=scheduler.max_model_len,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        weights_bytes=weights_bytes,
+        weights_bytes=loaded_bytes - method.saved_bytes,
         kv_bytes_per_token=_token_bytes(backend, config, args.block_size),
         attention_backend=backend.name,
         attention_rejected=rejected,
@@ -134,7 +135,7 @@ def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -
 
 
 def _load(network: Any, folder: Path) -> tuple[int, int]:
-    """Fills the network and gives its weights their final form; returns how many parameters, and their bytes."""
+    """Fills the network and gives its weights their final form; how many parameters, and their bytes as loaded."""
     slots: dict[str, torch.Tensor] = network.slots()
     load_weights(folder, slots)
     counts = sum(slot.numel() for slot in slots.values()), sum(slot.nbytes for slot in slots.values())

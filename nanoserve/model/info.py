@@ -8,8 +8,9 @@ class ModelInfo:
     """Facts about a loaded model, for logs, ``/health`` and metrics.
 
     ``name`` is what the user asked for. ``tasks``: of "generate", "embed" and "score", those that the network can do.
-    ``vocab_size`` counts embedding rows. ``attention_rejected`` holds (backend, reason) for each backend that was
-    considered before ``attention_backend`` and refused.
+    ``weights_bytes``: in their final form, packed and quantized. ``vocab_size`` counts embedding rows.
+    ``attention_rejected`` holds (backend, reason) for each backend that was considered before ``attention_backend`` and
+    refused.
     """
 
     name: str
