@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.core.config import EngineArgs, SchedulerConfig
+from nanoserve.core.config import EngineArgs, SchedulerConfig, parse_bytes
 from nanoserve.core.errors import ConfigError
 from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
 from nanoserve.model.attention import choose_backend
@@ -24,6 +24,7 @@ from nanoserve.model.kernels.native.fused import NativeKernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
 from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.loader import load_weights, tensor_names
+from nanoserve.model.memory_table import MemoryTable, explained
 from nanoserve.model.quant import linear_method
 from nanoserve.model.quant.measured import MeasuredMethod
 from nanoserve.model.runner import ModelRunner
@@ -71,7 +72,10 @@ def build(args: EngineArgs) -> LoadedModel:
         max_positions=max_model_len,
     )
     num_parameters, loaded_bytes = _load(network, folder)
-    pool, tiers, scheduler = _allocate(args, backend, config, max_model_len=max_model_len)
+    weights_bytes = loaded_bytes - method.saved_bytes
+    pool, tiers, scheduler, memory = _allocate(
+        args, backend, config, max_model_len=max_model_len, weights_bytes=weights_bytes
+    )
     info = ModelInfo(
         name=args.model,
         architecture=architecture,
@@ -81,12 +85,13 @@ def build(args: EngineArgs) -> LoadedModel:
         max_model_len=scheduler.max_model_len,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        weights_bytes=loaded_bytes - method.saved_bytes,
+        weights_bytes=weights_bytes,
         kv_bytes_per_token=_token_bytes(backend, config, args.block_size),
         attention_backend=backend.name,
         attention_rejected=rejected,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
+    logger.info("memory: %s", memory)
     runner = ModelRunner(
         network,
         backend,
@@ -99,6 +104,7 @@ def build(args: EngineArgs) -> LoadedModel:
         grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
         max_num_seqs=args.max_num_seqs,
         tiers=tiers,
+        memory=memory,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
 
@@ -194,20 +200,28 @@ def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int
 
 
 def _allocate(
-    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int
-) -> tuple[KVPool, KVTiers, SchedulerConfig]:
+    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int, weights_bytes: int
+) -> tuple[KVPool, KVTiers, SchedulerConfig, MemoryTable]:
     """The pool and the tiers that the memory settings buy; ``max_model_len`` is cut to what it holds."""
     blocks_per_request = -(-max_model_len // args.block_size)
+    block_bytes = _token_bytes(backend, config, args.block_size) * args.block_size
     num_blocks = count_blocks(
         args,
-        block_bytes=_token_bytes(backend, config, args.block_size) * args.block_size,
+        block_bytes=block_bytes,
         max_useful_blocks=blocks_per_request * args.max_num_seqs,
     )
     capacity = num_blocks * args.block_size
     if capacity < max_model_len:
         logger.warning("max_model_len is cut to what the KV cache holds from=%d to=%d", max_model_len, capacity)
-    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
-    tiers, num_host_blocks, num_disk_blocks = KVTiers.allocate(args, pool.blocks)
+    memory = MemoryTable(
+        weights_bytes=weights_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        host_tier_bytes=parse_bytes(args.kv_host_memory) if args.kv_host_memory is not None else 0,
+        disk_tier_bytes=parse_bytes(args.kv_disk_memory) if args.kv_disk_memory is not None else 0,
+    )
+    with explained(memory, at_start=True):
+        pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+        tiers, num_host_blocks, num_disk_blocks = KVTiers.allocate(args, pool.blocks)
     scheduler = SchedulerConfig(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
@@ -221,4 +235,4 @@ def _allocate(
         max_queued_tokens=args.max_queued_tokens,
         num_speculative_tokens=args.max_drafts,
     )
-    return pool, tiers, scheduler
+    return pool, tiers, scheduler, memory

@@ -26,6 +26,7 @@ from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.logprobs import score
+from nanoserve.model.memory_table import MemoryTable, explained
 from nanoserve.model.pooling import pool
 from nanoserve.model.sampler import Sampler, Samples
 from nanoserve.model.sampling_table import SamplingTable
@@ -62,10 +63,12 @@ class ModelRunner:
         grammars: GrammarTable,
         max_num_seqs: int,
         tiers: KVTiers | None = None,
+        memory: MemoryTable | None = None,
     ) -> None:
         self._network = network
         self._backend = backend
         self._pool = pool
+        self._memory = memory or MemoryTable(weights_bytes=0, kv_bytes=pool.blocks.nbytes)
         self._tiers = tiers or KVTiers(pool.blocks)
         self._batch = batch
         self._grammars = grammars
@@ -78,8 +81,9 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Releases come first, then block copies, then admissions, then the computation."""
         self._release(plan.released_request_ids)
-        self._tiers.start(plan.block_copies)
-        sampled = self._compute(plan) if plan.scheduled else {}
+        with explained(self._memory):
+            self._tiers.start(plan.block_copies)
+            sampled = self._compute(plan) if plan.scheduled else {}
         return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled, lost_copies=self._tiers.finish())
 
     def close(self) -> None:

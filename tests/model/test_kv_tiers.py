@@ -10,13 +10,15 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.core.config import EngineArgs
-from nanoserve.core.errors import ConfigError
+from nanoserve.core.errors import ConfigError, EngineDeadError
 from nanoserve.core.outputs import StepStats
 from nanoserve.core.plan import BlockCopy
+from nanoserve.engine.core import EngineCore
 from nanoserve.model.build import build
 from nanoserve.model.kernels.native import library
 from nanoserve.model.kv_tiers import DiskTier, KVTiers
 from tests.cases.rig import Rig
+from tests.engine.driving import make_request
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 32 * 4  # layers, key and value, tokens, KV heads, head_dim, float32
 STORES = ("device", "host", "disk")
@@ -115,6 +117,22 @@ def test_the_file_leaves_nothing_behind_and_a_full_disk_loses_blocks_only(tmp_pa
 def test_tiers_that_cannot_be_are_refused(folder: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(EngineArgs(model=str(folder), kv_cache_memory="1MiB", **settings))
+
+
+def test_memory_that_does_not_suffice_is_told_with_what_it_went_into(folder: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"weights 0\.\d+ GiB, KV cache \d+\.\d+ GiB"):
+        build(EngineArgs(model=str(folder), kv_cache_memory="900TiB"))
+    loaded = build(EngineArgs(model=str(folder), kv_cache_memory="1GiB"))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(loaded.runner._backend, "prepare", fail)
+    core = EngineCore(loaded.runner, loaded.scheduler)
+    core.add(make_request("r", 3))
+    with pytest.raises(EngineDeadError, match=r"Out of memory in a step: .*KV cache 1\.00 GiB"):
+        core.step()
+    core.close()
 
 
 def answers(folder: Path, **settings: Any) -> tuple[list[tuple[int, ...]], StepStats]:
