@@ -11,6 +11,7 @@ import torch
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig, parse_bytes
 from nanoserve.core.errors import ConfigError
+from nanoserve.core.request import Grammar
 from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
@@ -44,12 +45,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows."""
+    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows.
+
+    ``compile_grammar`` may be called from any thread, ahead of the request that needs the grammar.
+    """
 
     runner: Runner
     scheduler: SchedulerConfig
     info: ModelInfo
     shards: ShardGroup | None = None
+    compile_grammar: Callable[[Grammar], object]
 
     def fault(self) -> str | None:
         """Why the model can execute no more plans, where that is known; any thread may ask."""
@@ -149,18 +154,19 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     )
     if collective.rank:
         shard = ShardRunner(network, backend, pool, batch=batch, tiers=tiers)
-        return LoadedModel(runner=shard, scheduler=scheduler, info=info)
+        return LoadedModel(runner=shard, scheduler=scheduler, info=info, compile_grammar=lambda _: None)
+    grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
         backend,
         pool,
         batch=batch,
-        grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
+        grammars=GrammarTable(grammars),
         max_num_seqs=args.max_num_seqs,
         tiers=tiers,
         memory=memory,
     )
-    return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+    return LoadedModel(runner=runner, scheduler=scheduler, info=info, compile_grammar=grammars.compiled)
 
 
 def _set_threads(count: int) -> None:

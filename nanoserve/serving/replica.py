@@ -311,4 +311,11 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         info=asdict(loaded.info)
         | {"imports_s": round(imported_s - began_s, 2), "load_s": round(time.monotonic() - imported_s, 2)},
     )
-    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, fault=loaded.fault), card
+    engine = AsyncEngine(
+        core,
+        deliver,
+        beats=lambda: loaded.runner.num_beats,
+        fault=loaded.fault,
+        compile_grammar=loaded.compile_grammar,
+    )
+    return engine, card
