@@ -5,14 +5,17 @@ position changes the tokens that follow. ``alone`` computes what a request must 
 refuses what a real runner refuses.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.outputs import FinishReason
 from nanoserve.core.plan import (
     AdmittedState,
+    BlockCopy,
     ModelRunnerOutput,
     SampledTokens,
     ScheduledRequest,
@@ -98,7 +101,10 @@ class _Held:
 
 
 class FakeExecutor:
-    """An ``Executor`` over fake KV. ``before_step`` runs first in every step: to raise, to hang, to look."""
+    """An ``Executor`` over fake KV. ``before_step`` runs first in every step: to raise, to hang, to look.
+
+    Copies from the disk come as late as they may. ``loses``: which copies from or to the disk fail.
+    """
 
     def __init__(
         self,
@@ -106,12 +112,16 @@ class FakeExecutor:
         *,
         vocab_size: int = 3,
         before_step: Callable[[SchedulerOutput], None] = lambda plan: None,
+        loses: Callable[[BlockCopy], bool] = lambda copy: False,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.before_step = before_step
         self.kv: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host_kv: dict[int, list[int | None]] = {}
+        self.disk_kv: dict[int, list[int | None]] = {}
+        self.loses = loses
+        self.num_copies: Counter[tuple[str, str]] = Counter()
         self.held: dict[str, _Held] = {}
         self.plans: list[SchedulerOutput] = []
         self.is_closed = False
@@ -122,22 +132,37 @@ class FakeExecutor:
         self.plans.append(plan)
         for request_id in plan.released_request_ids:
             del self.held[request_id]
+        late = [copy for copy in plan.block_copies if copy.source == "disk"]
+        lost = [copy for copy in plan.block_copies if "disk" in (copy.source, copy.target) and self.loses(copy)]
         for copy in plan.block_copies:
-            source = (self.kv if copy.source == "device" else self.host_kv)[copy.source_block_id]
-            (self.kv if copy.target == "device" else self.host_kv)[copy.target_block_id] = list(source)
+            self._copy(copy, garbles=copy in late or copy in lost)
         for request in plan.scheduled:
             self._admit(request)
         self._check_writes(plan.scheduled)
-        return ModelRunnerOutput(
-            step_id=plan.step_id, sampled={request.request_id: self._run(request) for request in plan.scheduled}
-        )
+        sampled = {request.request_id: self._run(request) for request in plan.scheduled}
+        for copy in late:
+            self._copy(copy, garbles=copy in lost)
+        return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled, lost_copies=tuple(lost))
+
+    def _copy(self, copy: BlockCopy, *, garbles: bool) -> None:
+        self.num_copies[copy.source, copy.target] += 1
+        target = self._tier(copy.target)
+        target[copy.target_block_id] = [-1] * self.config.block_size
+        if not garbles:
+            target[copy.target_block_id] = list(self._tier(copy.source)[copy.source_block_id])
+
+    def _tier(self, name: str) -> Any:
+        return {"device": self.kv, "host": self.host_kv, "disk": self.disk_kv}[name]
 
     def close(self) -> None:
         self.is_closed = True
 
     def _check_plan(self, plan: SchedulerOutput) -> None:
         assert not self.is_closed, "used after close"
-        assert plan.scheduled, "an empty batch"
+        assert plan.scheduled or plan.block_copies, "an empty batch"
+        sizes = {"device": self.config.num_blocks, "host": self.config.num_host_blocks or 8}
+        sizes["disk"] = self.config.num_disk_blocks
+        assert all(0 <= copy.target_block_id < sizes[copy.target] for copy in plan.block_copies), "block id"
         assert not self.plans or plan.step_id > self.plans[-1].step_id, "steps out of order"
         assert plan.num_tokens <= self.config.max_num_batched_tokens, "token budget"
         assert len(plan.scheduled) <= self.config.max_num_seqs, "batch size"

@@ -12,6 +12,7 @@ _COMMANDS = {
     "chat": "talk to a model in the terminal",
     "generate": "one answer, without a service",
     "batch": "answer an OpenAI batch file, through Ray Data",
+    "plan": "the memory and the speed to expect on a device, without it",
     "bench": "latency and throughput of a service or a model",
     "simulate": "a log of arrivals through scheduler and router in virtual time",
 }

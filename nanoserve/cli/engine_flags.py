@@ -27,6 +27,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-dtype", metavar="NAME", help="auto or int8, which holds twice the tokens (default: auto)"
     )
+    group.add_argument("--kv-host-memory", metavar="SIZE", help="host memory for cached KV that the pool evicts")
+    group.add_argument("--kv-disk-path", metavar="FOLDER", help="where a file keeps what the host memory evicts")
+    group.add_argument("--kv-disk-memory", metavar="SIZE", help="how large that file may be")
     group.add_argument(
         "--attention-backend", metavar="NAME", help="native, cpu or reference (default: auto, the first)"
     )

@@ -35,6 +35,7 @@ class SchedulerConfig:
 
     ``max_queued_requests``/``max_queued_tokens`` bound the waiting queue (tokens: prompt tokens).
     ``num_speculative_tokens``: drafts that a request may have verified in one step; 0: no speculation.
+    ``num_host_blocks``, ``num_disk_blocks``: the tiers that keep cached blocks which the pool evicts.
     """
 
     num_blocks: int
@@ -46,6 +47,8 @@ class SchedulerConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     num_speculative_tokens: int = 0
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -59,9 +62,11 @@ class EngineArgs:
 
     ``model``: a folder, a hub id or "demo". ``kv_cache_memory``: bytes or "4GiB"; None takes ``memory_fraction`` of
     what is free after loading. ``kv_cache_dtype``: "auto" (the activations') or "int8". ``max_model_len`` None: the
-    model's own, cut to what the KV pool can hold. ``tensor_parallel_size`` ranks share the model, ``kv_cache_memory``
-    and ``num_threads`` out among them. ``speculation``: "none" or "ngram"; ``num_speculative_tokens``, of
-    which None means 8, needs the latter.
+    model's own, cut to what the KV pool can hold. ``tensor_parallel_size`` ranks share the model, ``kv_cache_memory``,
+    ``kv_host_memory`` and ``num_threads`` out among them. ``speculation``: "none" or "ngram";
+    ``num_speculative_tokens``, of which None means 8, needs the latter. ``kv_host_memory``: bytes or "4GiB" of host
+    memory for cached KV that the pool evicts; ``kv_disk_memory`` as much again in a file in the folder
+    ``kv_disk_path`` (/dev/shm makes it shared memory), for what the host memory evicts.
     """
 
     model: str = "demo"
@@ -86,14 +91,19 @@ class EngineArgs:
     max_queued_tokens: int = 4_000_000
     speculation: str = "none"
     num_speculative_tokens: int | None = None
+    kv_host_memory: str | int | None = None
+    kv_disk_path: str | None = None
+    kv_disk_memory: str | int | None = None
 
     def __post_init__(self) -> None:
+        self._check_tiers()
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` must be >= 1. Given: {value}.", param=name)
-        if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory)
+        for size in (self.kv_cache_memory, self.kv_host_memory, self.kv_disk_memory):
+            if size is not None:
+                parse_bytes(size)
         if self.speculation not in SPECULATION:
             raise ConfigError(
                 f"`speculation` must be one of: {', '.join(SPECULATION)}. Given: {self.speculation!r}.",
@@ -103,6 +113,16 @@ class EngineArgs:
         if given is not None and (self.speculation == "none" or given < 1):
             reason = "needs `speculation`" if self.speculation == "none" else "must be >= 1"
             raise ConfigError(f"`num_speculative_tokens` {reason}. Given: {given}.", param="num_speculative_tokens")
+
+    def _check_tiers(self) -> None:
+        if (self.kv_disk_path is None) != (self.kv_disk_memory is None):
+            raise ConfigError("`kv_disk_path` and `kv_disk_memory` must be given together.", param="kv_disk_path")
+        if self.kv_disk_path is not None and self.kv_host_memory is None:
+            raise ConfigError("`kv_disk_path` needs `kv_host_memory`: blocks pass through it.", param="kv_disk_path")
+        if self.kv_host_memory is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "`kv_host_memory` keeps cached prefixes, so it needs prefix caching.", param="kv_host_memory"
+            )
 
     @property
     def max_drafts(self) -> int:

@@ -58,6 +58,10 @@ class StepStats:
     ``num_draft_tokens_total`` counts guessed tokens that were verified, ``num_accepted_tokens_total`` the right ones.
     ``blocks_published`` and ``blocks_evicted`` are the prefix-cache events of the step, as block keys
     (``hashing.block_key``); evictions come first.
+    Blocks in lower tiers count as held there: an eviction is told when the last tier forgets.
+    ``num_host_blocks`` and ``num_disk_blocks`` are the tiers' sizes, ``num_*_cached`` what is findable there,
+    ``num_kept_blocks_total`` went down to the host, ``num_brought_up_blocks_total`` came from it to the pool,
+    ``num_fetched_blocks_total`` from the disk to it, and ``num_lost_blocks_total`` the disk failed to write or read.
     ``queue_times_s``: of each request that was first admitted, how long it had waited since it arrived at the door.
     ``events``: what the step did with requests, in order.
     """
@@ -78,6 +82,14 @@ class StepStats:
     num_aborted_total: int = 0
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
+    num_host_blocks: int = 0
+    num_host_blocks_cached: int = 0
+    num_disk_blocks: int = 0
+    num_disk_blocks_cached: int = 0
+    num_kept_blocks_total: int = 0
+    num_brought_up_blocks_total: int = 0
+    num_fetched_blocks_total: int = 0
+    num_lost_blocks_total: int = 0
     schedule_s: float = 0.0
     execute_s: float = 0.0
     update_s: float = 0.0

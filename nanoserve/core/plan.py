@@ -50,7 +50,11 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Copy one block's KV of all layers before the step. ``source``/``target`` name tiers: "device" or "host"."""
+    """Copy one block's KV of all layers before the step. ``source``/``target``: "device", "host" or "disk".
+
+    Copies are made in order, or so that nobody sees the difference. One from the disk may take until the step's end:
+    nothing of the step reads what it brings.
+    """
 
     source_block_id: int
     target_block_id: int
@@ -104,7 +108,11 @@ class SampledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The result of one step, by request id. A request that only went on with its prompt may be absent."""
+    """The result of one step, by request id. A request that only went on with its prompt may be absent.
+
+    ``lost_copies``: those from or to the disk that failed, because the file or what it held is broken.
+    """
 
     step_id: int
     sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
+    lost_copies: tuple[BlockCopy, ...] = ()

@@ -54,8 +54,8 @@ class AsyncEngine:
         heartbeat_s: float = 0.25,
         stuck_after_s: float = 20.0,
         beats: Callable[[], int] = lambda: 0,
-        compile_grammar: Callable[[Grammar], object] = lambda _: None,
         fault: Callable[[], str | None] = lambda: None,
+        compile_grammar: Callable[[Grammar], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core

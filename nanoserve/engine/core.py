@@ -60,7 +60,8 @@ class EngineCore:
         start_s = time.perf_counter()
         plan = self.scheduler.schedule()
         planned_s = time.perf_counter()
-        result = self._executor.execute(plan) if plan.scheduled else ModelRunnerOutput(step_id=plan.step_id)
+        is_empty = not plan.scheduled and not plan.block_copies
+        result = ModelRunnerOutput(step_id=plan.step_id) if is_empty else self._executor.execute(plan)
         executed_s = time.perf_counter()
         outputs = self.scheduler.update(plan, result)
         stats = self.scheduler.stats(

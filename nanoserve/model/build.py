@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.core.config import EngineArgs, SchedulerConfig
+from nanoserve.core.config import EngineArgs, SchedulerConfig, parse_bytes
 from nanoserve.core.errors import ConfigError
 from nanoserve.core.request import Grammar
 from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
@@ -25,11 +25,14 @@ from nanoserve.model.kernels.base import Kernels
 from nanoserve.model.kernels.native import library, why_not
 from nanoserve.model.kernels.native.fused import NativeKernels
 from nanoserve.model.kv_cache import KVPool, count_blocks
+from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.loader import load_weights, tensor_names
+from nanoserve.model.memory_table import MemoryTable, explained
 from nanoserve.model.parallel import ALONE, Collective
 from nanoserve.model.parallel.group import RankZero, Runner, ShardGroup
 from nanoserve.model.parallel.launcher import ChildProcesses, Launcher
 from nanoserve.model.quant import linear_method
+from nanoserve.model.quant.measured import MeasuredMethod
 from nanoserve.model.runner import ModelRunner
 from nanoserve.model.shard_runner import ShardRunner
 from nanoserve.model.slots import Slots
@@ -50,8 +53,8 @@ class LoadedModel:
     runner: Runner
     scheduler: SchedulerConfig
     info: ModelInfo
-    compile_grammar: Callable[[Grammar], object] = lambda _: None
     shards: ShardGroup | None = None
+    compile_grammar: Callable[[Grammar], object]
 
     def fault(self) -> str | None:
         """Why the model can execute no more plans, where that is known; any thread may ask."""
@@ -103,7 +106,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     config = load_config(folder, tuple(ARCHITECTURES)).of_rank(collective.rank, collective.size)
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
-    method = linear_method(args.quantization)
+    method = MeasuredMethod(linear_method(args.quantization))
     backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
     kernels = choose_kernels(*config.row_sizes)
     if args.deterministic:
@@ -118,11 +121,13 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         max_positions=max_model_len,
         collective=collective,
     )
-    num_parameters, weights_bytes = _load(network, folder)
+    num_parameters, loaded_bytes = _load(network, folder)
+    own_bytes = loaded_bytes - method.saved_bytes
     num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len)
-    num_blocks, weights_bytes = agree(num_blocks, weights_bytes)
-    scheduler = _scheduler(args, num_blocks=num_blocks, max_model_len=max_model_len)
-    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+    num_blocks, weights_bytes = agree(num_blocks, own_bytes)
+    pool, tiers, scheduler, memory = _allocate(
+        args, backend, config, max_model_len=max_model_len, num_blocks=num_blocks, weights_bytes=own_bytes
+    )
     token_bytes = _token_bytes(backend, config, args.block_size)
     info = ModelInfo(
         name=args.model,
@@ -141,14 +146,15 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         collective=collective.name,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
+    logger.info("memory: %s", memory)
     batch = InputBatch(
         max_num_seqs=args.max_num_seqs,
         max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
         block_size=args.block_size,
     )
     if collective.rank:
-        shard = ShardRunner(network, backend, pool, batch=batch)
-        return LoadedModel(runner=shard, scheduler=scheduler, info=info)
+        shard = ShardRunner(network, backend, pool, batch=batch, tiers=tiers)
+        return LoadedModel(runner=shard, scheduler=scheduler, info=info, compile_grammar=lambda _: None)
     grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
@@ -157,6 +163,8 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         batch=batch,
         grammars=GrammarTable(grammars),
         max_num_seqs=args.max_num_seqs,
+        tiers=tiers,
+        memory=memory,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info, compile_grammar=grammars.compiled)
 
@@ -195,7 +203,7 @@ def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -
 def _load(network: Any, folder: Path) -> tuple[int, int]:
     """Fills the network and gives its weights their final form.
 
-    Returns how many parameters the whole model has, and the bytes of those that are here.
+    Returns how many parameters the whole model has, and the bytes of those that are here, as loaded.
     """
     slots: Slots = network.slots()
     load_weights(folder, slots)
@@ -207,6 +215,10 @@ def _load(network: Any, folder: Path) -> tuple[int, int]:
 
 
 def _refuse_unbuilt(args: EngineArgs) -> None:
+    if args.kv_disk_path is not None and args.tensor_parallel_size > 1:
+        raise ConfigError(
+            "`kv_disk_path` is not built for several ranks; use `kv_host_memory` alone.", param="kv_disk_path"
+        )
     if args.kv_cache_dtype not in ("auto", "int8"):
         raise ConfigError(
             f"`kv_cache_dtype` must be auto or int8. Given: {args.kv_cache_dtype!r}.", param="kv_cache_dtype"
@@ -259,13 +271,35 @@ def _count_blocks(args: EngineArgs, backend: AttentionBackend, config: ModelConf
     )
 
 
-def _scheduler(args: EngineArgs, *, num_blocks: int, max_model_len: int) -> SchedulerConfig:
-    """``max_model_len`` is cut to what the pool holds."""
+def _allocate(
+    args: EngineArgs,
+    backend: AttentionBackend,
+    config: ModelConfig,
+    *,
+    max_model_len: int,
+    num_blocks: int,
+    weights_bytes: int,
+) -> tuple[KVPool, KVTiers, SchedulerConfig, MemoryTable]:
+    """The pool and the tiers of this rank; ``max_model_len`` is cut to what the pool holds."""
+    block_bytes = _token_bytes(backend, config, args.block_size) * args.block_size
+    if args.kv_host_memory is not None:
+        args = replace(args, kv_host_memory=parse_bytes(args.kv_host_memory) // args.tensor_parallel_size)
     capacity = num_blocks * args.block_size
     if capacity < max_model_len:
         logger.warning("max_model_len is cut to what the KV cache holds from=%d to=%d", max_model_len, capacity)
-    return SchedulerConfig(
+    memory = MemoryTable(
+        weights_bytes=weights_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        host_tier_bytes=parse_bytes(args.kv_host_memory) if args.kv_host_memory is not None else 0,
+        disk_tier_bytes=parse_bytes(args.kv_disk_memory) if args.kv_disk_memory is not None else 0,
+    )
+    with explained(memory, at_start=True):
+        pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+        tiers, num_host_blocks, num_disk_blocks = KVTiers.allocate(args, pool.blocks)
+    scheduler = SchedulerConfig(
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=num_disk_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -275,3 +309,4 @@ def _scheduler(args: EngineArgs, *, num_blocks: int, max_model_len: int) -> Sche
         max_queued_tokens=args.max_queued_tokens,
         num_speculative_tokens=args.max_drafts,
     )
+    return pool, tiers, scheduler, memory

@@ -15,18 +15,27 @@ def resolve_model(model: str) -> Path:
     Raises:
         ConfigError: there is no such model, or it has no config.json.
     """
+    return _resolve(model, _WANTED_FILES)
+
+
+def resolve_config(model: str) -> Path:
+    """As :func:`resolve_model`, but of a hub id only ``config.json`` is sure to be there."""
+    return _resolve(model, ["config.json"])
+
+
+def _resolve(model: str, wanted_files: list[str]) -> Path:
     folder = _DEMO_FOLDER if model == DEMO else Path(model).expanduser()
     if model != DEMO and not folder.is_dir():
         if folder.exists():
             raise ConfigError(f"`model` must be a folder or a hub id; {model!r} is a file.", param="model")
-        folder = _download(model)
+        folder = _download(model, wanted_files)
     if not (folder / "config.json").is_file():
         hint = " Make it with `make demo-model`." if model == DEMO else ""
         raise ConfigError(f"The model {model!r} has no config.json.{hint}", param="model")
     return folder
 
 
-def _download(model: str) -> Path:
+def _download(model: str, wanted_files: list[str]) -> Path:
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise ConfigError(
             f'`model` must be a folder, a hub id such as Qwen/Qwen3-0.6B, or "{DEMO}". Given: {model!r}.', param="model"
@@ -34,7 +43,7 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
+        return Path(snapshot_download(model, allow_patterns=wanted_files))
     except Exception as error:  # the hub client raises a dozen unrelated types for "no such model" and "no network"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

@@ -8,9 +8,10 @@ class ModelInfo:
     """Facts about a loaded model, for logs, ``/health`` and metrics.
 
     ``name`` is what the user asked for. ``tasks``: of "generate", "embed" and "score", those that the network can do.
-    ``vocab_size`` counts embedding rows. ``attention_rejected`` holds (backend, reason) for each backend that was
-    considered before ``attention_backend`` and refused. Over several ranks, ``weights_bytes`` and
-    ``kv_bytes_per_token`` are of all of them, and ``collective`` says how they sum.
+    ``weights_bytes``: in their final form, packed and quantized. ``vocab_size`` counts embedding rows.
+    ``attention_rejected`` holds (backend, reason) for each backend that was considered before ``attention_backend`` and
+    refused. Over several ranks, ``weights_bytes`` and ``kv_bytes_per_token`` are of all of them, and ``collective``
+    says how they sum.
     """
 
     name: str

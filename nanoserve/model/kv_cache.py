@@ -1,16 +1,13 @@
-"""The KV pool: how large it may be, its memory, and copies of blocks inside it."""
+"""The KV pool: how large it may be, and its memory."""
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from nanoserve.core.config import EngineArgs, parse_bytes
 from nanoserve.core.errors import ConfigError
-from nanoserve.core.plan import BlockCopy
 from nanoserve.model.attention.base import AttentionBackend
 from nanoserve.model.kernels.native import memory
 
@@ -22,22 +19,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class KVPool:
-    """The KV memory of all layers. Written by attention and by :meth:`copy`; which block is whose is not known here."""
+    """The KV memory of all layers, ``blocks`` [num_blocks, ...]. Which block is whose is not known here."""
 
     def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int) -> None:
         shape = backend.kv_shape(num_layers=num_layers, num_blocks=num_blocks)
         # Zeroed: padding reads blocks that nobody wrote, and a masked NaN is still a NaN.
-        self._pool = memory.zeros(shape, backend.kv_dtype)
-        self.layers: tuple[Tensor, ...] = tuple(backend.layer(self._pool, i) for i in range(num_layers))
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks of all layers at once; no copy may read what another of the same call writes."""
-        if not copies:
-            return
-        assert all(copy.source == copy.target == "device" for copy in copies), "there is no host tier"
-        sources = torch.tensor([copy.source_block_id for copy in copies])
-        targets = torch.tensor([copy.target_block_id for copy in copies])
-        self._pool[targets] = self._pool[sources]
+        self.blocks = memory.zeros(shape, backend.kv_dtype)
+        self.layers: tuple[Tensor, ...] = tuple(backend.layer(self.blocks, i) for i in range(num_layers))
 
 
 def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) -> int:

@@ -24,7 +24,9 @@ from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntAr
 from nanoserve.model.grammar import Allowed, GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
+from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.logprobs import score
+from nanoserve.model.memory_table import MemoryTable, explained
 from nanoserve.model.pooling import pool
 from nanoserve.model.sampler import Sampler, Samples
 from nanoserve.model.sampling_table import SamplingTable
@@ -60,10 +62,14 @@ class ModelRunner:
         batch: InputBatch,
         grammars: GrammarTable,
         max_num_seqs: int,
+        tiers: KVTiers | None = None,
+        memory: MemoryTable | None = None,
     ) -> None:
         self._network = network
         self._backend = backend
         self._pool = pool
+        self._memory = memory or MemoryTable(weights_bytes=0, kv_bytes=pool.blocks.nbytes)
+        self._tiers = tiers or KVTiers(pool.blocks)
         self._batch = batch
         self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
@@ -75,9 +81,17 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Releases come first, then block copies, then admissions, then the computation."""
         self._release(plan.released_request_ids)
-        self._pool.copy(plan.block_copies)
-        if not plan.scheduled:
-            return ModelRunnerOutput(step_id=plan.step_id)
+        with explained(self._memory):
+            self._tiers.start(plan.block_copies)
+            sampled = self._compute(plan) if plan.scheduled else {}
+        return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled, lost_copies=self._tiers.finish())
+
+    def close(self) -> None:
+        """Forgets every request. Memory goes with the object."""
+        self._release(tuple(self._states))
+        self._tiers.close()
+
+    def _compute(self, plan: SchedulerOutput) -> dict[str, SampledTokens]:
         self._admit(plan.scheduled)
         rows = self._batch.rows(plan.scheduled)
         batch = self._batch.build(plan.scheduled, rows)
@@ -88,11 +102,7 @@ class ModelRunner:
         self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
         sampled |= pool(plan.scheduled, batch.query_lens, hidden, norm=self._network.norm, logits=self._network.logits)
-        return ModelRunnerOutput(step_id=plan.step_id, sampled=sampled)
-
-    def close(self) -> None:
-        """Forgets every request. Memory goes with the object."""
-        self._release(tuple(self._states))
+        return sampled
 
     def _release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

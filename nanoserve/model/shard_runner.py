@@ -10,6 +10,7 @@ from nanoserve.core.pooling import PoolingKind
 from nanoserve.model.attention.base import AttentionBackend, IntArray
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
+from nanoserve.model.kv_tiers import KVTiers
 from nanoserve.model.runner import SCORED_ROWS_AT_ONCE, Network
 
 
@@ -18,7 +19,10 @@ class ShardRunner:
 
     num_beats = 0
 
-    def __init__(self, network: Network, backend: AttentionBackend, pool: KVPool, *, batch: InputBatch) -> None:
+    def __init__(
+        self, network: Network, backend: AttentionBackend, pool: KVPool, *, batch: InputBatch, tiers: KVTiers
+    ) -> None:
+        self._tiers = tiers
         self._network, self._backend, self._pool, self._batch = network, backend, pool, batch
         self._device = pool.layers[0].device
 
@@ -27,9 +31,10 @@ class ShardRunner:
         """As :meth:`ModelRunner.execute`, up to the logits of this rank's share of the vocabulary."""
         for request_id in plan.released_request_ids:
             self._batch.release(request_id)
-        self._pool.copy(plan.block_copies)
+        self._tiers.start(plan.block_copies)
         if plan.scheduled:
             self._compute(plan.scheduled)
+        assert not self._tiers.finish(), "only a disk loses blocks"
         return ModelRunnerOutput(step_id=plan.step_id)
 
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> None:

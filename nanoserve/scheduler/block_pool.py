@@ -5,7 +5,7 @@ findable, until it is taken. Every operation is O(1) a block.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nanoserve.core.hashing import block_key
 from nanoserve.scheduler.sequence import PrefixNode
@@ -15,11 +15,13 @@ class BlockPool:
     """Owns reference counts, the free list and the prefix index; only the KV manager calls it.
 
     The free list is taken from its front. Blocks that nobody can find again go to the front, findable ones to the back,
-    so it is in order of last use among those worth keeping.
+    so it is in order of last use among those worth keeping. ``keep`` may save a block that is about to be evicted;
+    whether it did.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, keep: Callable[[int, PrefixNode], bool] = lambda block_id, node: False) -> None:
         self.num_blocks = num_blocks
+        self._keep = keep
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_holders = [0] * num_blocks
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
@@ -63,7 +65,8 @@ class BlockPool:
         if node is not None:
             del self._index[node.hash]
             self._nodes[block_id] = None
-            self._evicted.append(block_key(node.hash))
+            if not self._keep(block_id, node):
+                self._evicted.append(block_key(node.hash))
         self._num_holders[block_id] = 1
         return block_id
 
@@ -83,6 +86,11 @@ class BlockPool:
             self._index[node.hash] = block_id
             self._nodes[block_id] = node
             self._published.append(block_key(node.hash))
+
+    def forget(self, node: PrefixNode) -> None:
+        """Whoever kept an evicted prefix keeps it no longer."""
+        if self.find(node) is None:
+            self._evicted.append(block_key(node.hash))
 
     def drain_events(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The keys of blocks published and evicted since the last call."""

@@ -10,21 +10,39 @@ every layer stores the KV of all tokens of the step before any of them attends.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.hashing import BlockHash
+from nanoserve.core.plan import BlockCopy
 from nanoserve.scheduler.block_pool import BlockPool
 from nanoserve.scheduler.sequence import PrefixNode, Sequence
+from nanoserve.scheduler.tiers import LowerTiers
 
 Promise = tuple[Sequence, int]
 """A block that the step computes: the sequence that does, and the block's index in its table."""
 
 
-class KVCacheManager:
-    """Owns the block pool, and the block tables and published counts of sequences."""
+COMES_UP = -1
+"""Stands in a list of hits, and until the commit in the table, for a block that the host tier holds."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self._pool = BlockPool(num_blocks)
-        self._block_size = block_size
-        self._enable_prefix_caching = enable_prefix_caching
+_MAX_FETCHES = 64  # blocks that one step fetches from the disk: it ends with the last of them
+
+
+class KVCacheManager:
+    """Owns the block pool, the tiers below it, and the block tables and published counts of sequences."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._pool = (
+            BlockPool(config.num_blocks, self._keep) if config.num_host_blocks else BlockPool(config.num_blocks)
+        )
+        self._tiers = LowerTiers(
+            num_host_blocks=config.num_host_blocks,
+            num_disk_blocks=config.num_disk_blocks,
+            on_forget=self._pool.forget,
+        )
+        self._block_size = config.block_size
+        self._enable_prefix_caching = config.enable_prefix_caching
+        self._has_host = config.num_host_blocks > 0
+        self._num_fetches = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -37,15 +55,27 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
+    @property
+    def tiers(self) -> LowerTiers:
+        """To be read only."""
+        return self._tiers
+
     def find_hits(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that hold the sequence's prefix, in order. Nothing is reserved yet."""
+        """The cached blocks that hold the sequence's prefix, in order; ``COMES_UP`` for one that the host tier holds.
+
+        Nothing is reserved yet.
+        """
         hits: list[int] = []
         if not self._enable_prefix_caching:
             return hits
         for index in range(sequence.max_hit_tokens // self._block_size):
-            found = self._pool.find(sequence.name_block(index, self._block_size))
+            node = sequence.name_block(index, self._block_size)
+            found = self._pool.find(node)
             if found is None:
-                break
+                if not self._has_host or self._tiers.host.find(node) is None:
+                    break
+                hits.append(COMES_UP)
+                continue
             block_id, filed = found
             hits.append(block_id)
             if filed is not sequence.nodes[index]:  # share the node, so that the next comparison ends at once
@@ -75,7 +105,7 @@ class KVCacheManager:
 
     def num_blocks_taken(self, sequence: Sequence, hits: list[int]) -> int:
         """Blocks that leave the free list when the sequence is admitted with these hits."""
-        num_hits_in_use = sum(self._pool.num_holders(block_id) > 0 for block_id in hits)
+        num_hits_in_use = sum(block_id != COMES_UP and self._pool.num_holders(block_id) > 0 for block_id in hits)
         return self.num_blocks_for(sequence.num_target_tokens) - num_hits_in_use
 
     def releases(self, youngest_first: Iterable[Sequence]) -> Iterator[int]:
@@ -87,12 +117,70 @@ class KVCacheManager:
 
     def adopt(self, sequence: Sequence, hits: list[int]) -> None:
         """First pass: start the sequence's table with its hits."""
-        for block_id in hits:
-            self._pool.adopt(block_id)
+        for index, block_id in enumerate(hits):
+            if block_id == COMES_UP:
+                self._tiers.pin(sequence.nodes[index])
+            else:
+                self._pool.adopt(block_id)
         sequence.block_ids = hits
         sequence.num_slots = len(hits) * self._block_size
         sequence.num_computed_tokens = sequence.num_slots
         sequence.num_published = len(hits)
+
+    def bring_up(self, sequence: Sequence) -> None:
+        """Second pass, first of all: blocks for the hits of the host tier, findable from now on."""
+        if COMES_UP not in sequence.block_ids:
+            return
+        for index, block_id in enumerate(sequence.block_ids):
+            if block_id == COMES_UP:
+                sequence.block_ids[index] = self._bring_up(sequence.nodes[index])
+
+    def _bring_up(self, node: PrefixNode) -> int:
+        found = self._pool.find(node)
+        if found is not None:  # another request of this step brought it up
+            self._pool.adopt(found[0])
+            return found[0]
+        block_id = self._pool.take()
+        self._tiers.bring_up(node, block_id)
+        self._pool.publish(block_id, node)
+        return block_id
+
+    def _keep(self, block_id: int, node: PrefixNode) -> bool:
+        self._tiers.keep(block_id, node)
+        return self._tiers.holds(node)
+
+    def fetch(self, waiting: Iterable[Sequence]) -> None:
+        """Let what the disk holds of these sequences' prefixes come to the host tier while they wait."""
+        self._num_fetches = 0
+        for sequence in waiting:
+            while sequence.num_fetched < sequence.max_hit_tokens // self._block_size:
+                if self._num_fetches >= _MAX_FETCHES:
+                    return
+                node = sequence.name_block(sequence.num_fetched, self._block_size)
+                if not self._is_up(node) and not self._fetch(node):
+                    sequence.num_fetched = len(sequence.token_ids)  # the chain of hits ends here
+                    break
+                sequence.num_fetched += 1
+
+    def _is_up(self, node: PrefixNode) -> bool:
+        return self._pool.find(node) is not None or self._tiers.host.find(node) is not None
+
+    def _fetch(self, node: PrefixNode) -> bool:
+        self._num_fetches += 1
+        return self._tiers.fetch(node)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """Whether blocks of its prefix are on their way from the disk."""
+        return any(self._tiers.is_arriving(node) for node in sequence.nodes[: sequence.num_fetched])
+
+    def drain_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that the next plan carries; all hits have come up by now."""
+        self._tiers.unpin_all()
+        return self._tiers.drain_copies()
+
+    def settle(self, copies: Iterable[BlockCopy], lost: Iterable[BlockCopy]) -> None:
+        """The copies of a step are done, but for the lost ones."""
+        self._tiers.settle(copies, lost)
 
     def join(self, sequence: Sequence, promises: list[Promise]) -> None:
         """Second pass, before fresh blocks: go on with blocks that sequences before it compute in this step.
@@ -144,6 +232,7 @@ class KVCacheManager:
             )
             for index, block_id in enumerate(sequence.block_ids):
                 holders.setdefault(block_id, []).append((sequence, index))
+        self._tiers.check_invariants()
         self._pool.check_invariants({block_id: len(tables) for block_id, tables in holders.items()})
         for block_id, tables in holders.items():
             if len(tables) > 1 or block_id in filed:

@@ -7,6 +7,7 @@ deterministic: the same calls, clock readings and results give the same plans.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Indexable
+from itertools import islice
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.errors import DeadlineError, InvalidRequestError
@@ -32,6 +33,7 @@ from nanoserve.scheduler.sequence import Sequence, root_node
 
 _Probe = tuple[Sequence, list[int], list[Promise]]
 _NOTHING = SampledTokens()
+_NUM_PREFETCHED = 8  # waiting requests, from the head, whose prefixes are looked for on the disk
 
 
 class Scheduler:
@@ -50,11 +52,7 @@ class Scheduler:
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
         )
-        self._kv = KVCacheManager(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
+        self._kv = KVCacheManager(config)
         self._bounds = QueueBounds(config, clock)
         self._deadlines = Deadlines()
         self._sequences: dict[str, Sequence] = {}
@@ -153,6 +151,8 @@ class Scheduler:
         self._end_late()
         if self._config.num_speculative_tokens:
             self._guess()
+        if self._config.num_disk_blocks:
+            self._kv.fetch(islice(self._waiting, _NUM_PREFETCHED))
         probes: list[_Probe] = []
         decision = plan_step(
             self._running.items,
@@ -164,7 +164,9 @@ class Scheduler:
         )
         self._num_scheduled_tokens += sum(decision.grants) + sum(decision.admissions)
         scheduled = self._commit(decision, probes)
-        assert scheduled or not self._sequences, f"nothing progresses: {self._describe()}"
+        if self._config.num_host_blocks:
+            self._block_copies += self._kv.drain_copies()
+        assert scheduled or self._block_copies or not self._sequences, f"nothing progresses: {self._describe()}"
         self._step_id += 1
         return self._plan(scheduled)
 
@@ -172,6 +174,8 @@ class Scheduler:
         """Account for the step last scheduled: news of every request that got tokens or ended since the last one."""
         assert plan.step_id == result.step_id == self._step_id, f"result {result.step_id} for step {self._step_id}"
         outputs, self._ended = self._ended, []
+        if plan.block_copies:
+            self._kv.settle(plan.block_copies, result.lost_copies)
         in_flight, self._in_flight = self._in_flight, []
         sampled = result.sampled
         for sequence, request in zip(in_flight, plan.scheduled, strict=True):
@@ -187,6 +191,7 @@ class Scheduler:
         num_scheduled_tokens, self._num_scheduled_tokens = self._num_scheduled_tokens, 0
         queue_times_s, self._queue_times_s = self._queue_times_s, []
         events, self._events = self._events, []
+        tiers = self._kv.tiers
         return StepStats(
             step_id=self._step_id,
             num_running=len(self._running),
@@ -204,6 +209,14 @@ class Scheduler:
             num_aborted_total=self._num_aborted,
             num_draft_tokens_total=self._num_draft_tokens,
             num_accepted_tokens_total=self._num_accepted_tokens,
+            num_host_blocks=tiers.host.num_blocks,
+            num_host_blocks_cached=tiers.host.num_cached,
+            num_disk_blocks=tiers.disk.num_blocks,
+            num_disk_blocks_cached=tiers.disk.num_cached,
+            num_kept_blocks_total=tiers.num_kept,
+            num_brought_up_blocks_total=tiers.num_brought_up,
+            num_fetched_blocks_total=tiers.num_fetched,
+            num_lost_blocks_total=tiers.num_lost,
             schedule_s=schedule_s,
             execute_s=execute_s,
             update_s=update_s,
@@ -249,7 +262,7 @@ class Scheduler:
 
     def _plan(self, scheduled: list[ScheduledRequest]) -> SchedulerOutput:
         """The step as a value. An empty step is not executed, so what goes with a step waits for the next one."""
-        if not scheduled:
+        if not scheduled and not (self._block_copies and self._sequences):
             return SchedulerOutput(step_id=self._step_id, scheduled=())
         plan = SchedulerOutput(
             step_id=self._step_id,
@@ -278,6 +291,8 @@ class Scheduler:
             if sequence.num_pending_tokens > 1:
                 self._kv.promise(sequence, sequence.num_published, promised)
         for sequence in self._waiting:
+            if self._config.num_disk_blocks and self._kv.is_fetching(sequence):
+                return
             hits = self._kv.find_hits(sequence)
             joined = self._kv.find_promised(sequence, len(hits), promised)
             probes.append((sequence, hits, joined))
@@ -295,6 +310,8 @@ class Scheduler:
         admitted = probes[: len(decision.admissions)]
         for sequence, hits, _ in admitted:
             self._kv.adopt(sequence, hits)
+        for sequence, _, _ in admitted if self._config.num_host_blocks else ():
+            self._kv.bring_up(sequence)
         scheduled = self._share_decodes(decision.grants)
         for sequence, num_tokens in zip(self._running, decision.grants, strict=False):
             if num_tokens and not sequence.is_decoding:

@@ -59,11 +59,12 @@ class Sequence:
     log probabilities were delivered. ``num_slots``: tokens that ``block_ids`` can hold. ``nodes``: the full blocks
     named so far; the first ``num_published`` of them were offered to the prefix cache. ``is_decoding``: all but the
     last known token are computed, and that one was sampled since the last admission. ``num_cached_tokens`` is -1 before
-    the first admission. ``drafter`` guesses its next tokens; it outlives preemptions. ``share``: its tenant's account.
+    the first admission. ``num_fetched`` blocks of its prefix were looked for on the disk. ``drafter`` guesses its next
+    tokens; it outlives preemptions. ``share``: its tenant's account.
     """
 
     __slots__ = ("block_ids", "draft_token_ids", "drafter", "is_decoding", "is_running", "max_length", "nodes",
-                 "num_cached_tokens", "num_computed_tokens", "num_draft_tokens", "num_fixed_tokens",
+                 "num_cached_tokens", "num_computed_tokens", "num_draft_tokens", "num_fetched", "num_fixed_tokens",
                  "num_prompt_tokens", "num_published", "num_scored_tokens", "num_slots", "rank", "request",
                  "request_id", "root", "share", "stop_token_ids", "token_ids")  # fmt: skip
 
@@ -89,6 +90,7 @@ class Sequence:
         """Forget what was computed: as it was before its first admission, but for the tokens and scores it has."""
         self.num_computed_tokens = 0
         self.num_published = 0
+        self.num_fetched = 0
         self.block_ids: list[int] = []
         self.num_slots = 0
         self.is_decoding = False

@@ -22,6 +22,10 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("kv_blocks", "KV blocks in the pool", "num_blocks"),
     ("kv_blocks_free", "KV blocks that no request holds", "num_free_blocks"),
     ("kv_blocks_cached", "Free KV blocks that still hold a reusable prefix", "num_cached_blocks"),
+    ("kv_host_blocks", "KV blocks that the host tier can keep", "num_host_blocks"),
+    ("kv_host_blocks_cached", "KV blocks that the host tier keeps", "num_host_blocks_cached"),
+    ("kv_disk_blocks", "KV blocks that the disk tier can keep", "num_disk_blocks"),
+    ("kv_disk_blocks_cached", "KV blocks that the disk tier keeps", "num_disk_blocks_cached"),
 )
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "Prompt tokens computed or reused", "num_prompt_tokens_total"),
@@ -29,6 +33,10 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("generation_tokens", "Tokens generated", "num_generated_tokens_total"),
     ("draft_tokens", "Guessed tokens that were verified", "num_draft_tokens_total"),
     ("accepted_draft_tokens", "Guessed tokens that were right", "num_accepted_tokens_total"),
+    ("kv_blocks_kept", "Evicted KV blocks that went down to the host tier", "num_kept_blocks_total"),
+    ("kv_blocks_brought_up", "KV blocks that came up from the host tier", "num_brought_up_blocks_total"),
+    ("kv_blocks_fetched", "KV blocks that came from the disk tier to the host tier", "num_fetched_blocks_total"),
+    ("kv_blocks_lost", "KV blocks that the disk tier failed to write or read", "num_lost_blocks_total"),
     ("preemptions", "Requests whose KV was taken back", "num_preemptions_total"),
     ("requests_finished", "Requests that the engine finished", "num_finished_total"),
     ("requests_aborted", "Requests that were aborted in the engine", "num_aborted_total"),

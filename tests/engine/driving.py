@@ -1,9 +1,11 @@
 """Driving an engine core in tests: make requests and configs briefly, collect answers, step until nothing is left."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.outputs import FinishReason, RequestOutput
+from nanoserve.core.plan import BlockCopy
 from nanoserve.core.request import GenerateRequest
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.engine.core import EngineCore, EngineUpdate
@@ -30,9 +32,11 @@ def make_request(request_id: str, prompt: Any, **fields: Any) -> GenerateRequest
 class Driver:
     """An engine core over a fake executor, with the answers so far and the invariants checked after every step."""
 
-    def __init__(self, config: SchedulerConfig, **core_options: Any) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, loses: Callable[[BlockCopy], bool] = lambda copy: False, **core_options: Any
+    ) -> None:
         self.config = config
-        self.executor = FakeExecutor(config, vocab_size=VOCAB_SIZE)
+        self.executor = FakeExecutor(config, vocab_size=VOCAB_SIZE, loses=loses)
         self.core = EngineCore(self.executor, config, **core_options)
         self.requests: dict[str, GenerateRequest] = {}
         self.answers: dict[str, Answer] = {}

@@ -3,6 +3,7 @@
 Two-token prompts, tiny pools and tiny budgets make prefix collisions, preemptions and partial chunks the usual case.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +22,16 @@ from nanoserve.core.request import GenerateRequest
 from tests.engine.driving import VOCAB_SIZE, Driver, make_request
 from tests.fakes import alone
 
+tiers = st.sampled_from([(0, 0), (0, 0), (1, 0), (3, 0), (30, 0), (1, 1), (2, 4), (4, 40), (30, 40)])
 configs = st.builds(
-    SchedulerConfig,
+    lambda tiers, **counts: SchedulerConfig(num_host_blocks=tiers[0], num_disk_blocks=tiers[1], **counts),
+    tiers,
     num_blocks=st.integers(2, 12),
     block_size=st.integers(1, 4),
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(1, 8) | st.just(30),
     max_model_len=st.integers(4, 40),
-    enable_prefix_caching=st.booleans(),
+    enable_prefix_caching=st.sampled_from([True, True, False]),
     num_speculative_tokens=st.sampled_from([0, 0, 1, 5]),
 )
 stems = st.sampled_from([(0,) * 9, (1,) * 9, (0, 1) * 5])
@@ -48,12 +51,14 @@ def weak_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class EngineMachine(RuleBasedStateMachine):
     """The engine against the answers by definition."""
 
-    @initialize(config=configs, collides=st.booleans())
-    def start(self, config: SchedulerConfig, collides: bool) -> None:
+    @initialize(config=configs, collides=st.booleans(), num_good=st.sampled_from([0, 1, 3, 10**9]))
+    def start(self, config: SchedulerConfig, collides: bool, num_good: int) -> None:
+        """After ``num_good`` good copies each, one from or to the disk fails."""
         self.patch = patch("nanoserve.scheduler.sequence.block_hash", weak_hash if collides else block_hash)
         self.patch.start()
         self.now_s = 1000.0
-        self.driver = Driver(config, clock=lambda: self.now_s)
+        copies = itertools.cycle([False] * min(num_good, 4) + [True] * (num_good < 4))
+        self.driver = Driver(config, clock=lambda: self.now_s, loses=lambda copy: next(copies))
         self.aborted: set[str] = set()
 
     @rule(prompt=prompts, copies=st.integers(1, 3), max_tokens=st.integers(1, 20))
@@ -113,7 +118,8 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             update = self.driver.step()
-            assert update.stats.num_scheduled_tokens or not (update.stats.num_running or update.stats.num_waiting)
+            is_idle = not (update.stats.num_running or update.stats.num_waiting)
+            assert update.stats.num_scheduled_tokens or is_idle or self.driver.config.num_disk_blocks
 
     @precondition(lambda self: self._open())
     @rule(data=st.data())
