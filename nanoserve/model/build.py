@@ -1,6 +1,7 @@
 """The one doorway from the floors above into tensors: settings in, a loaded model out."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig, parse_bytes
 from nanoserve.core.errors import ConfigError
+from nanoserve.core.request import Grammar
 from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
@@ -37,11 +39,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows."""
+    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows.
+
+    ``compile_grammar`` may be called from any thread, ahead of the request that needs the grammar.
+    """
 
     runner: ModelRunner
     scheduler: SchedulerConfig
     info: ModelInfo
+    compile_grammar: Callable[[Grammar], object]
 
 
 def build(args: EngineArgs) -> LoadedModel:
@@ -92,6 +98,7 @@ def build(args: EngineArgs) -> LoadedModel:
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
     logger.info("memory: %s", memory)
+    grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
         backend,
@@ -101,12 +108,12 @@ def build(args: EngineArgs) -> LoadedModel:
             max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
             block_size=args.block_size,
         ),
-        grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
+        grammars=GrammarTable(grammars),
         max_num_seqs=args.max_num_seqs,
         tiers=tiers,
         memory=memory,
     )
-    return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+    return LoadedModel(runner=runner, scheduler=scheduler, info=info, compile_grammar=grammars.compiled)
 
 
 def _set_threads(count: int) -> None:
