@@ -55,11 +55,11 @@ def test_the_stack_equals_its_layers(
     batch = a_batch(query_lens)
 
     def run() -> tuple[Tensor, Tensor]:
-        runner._pool._pool.zero_()
+        runner._pool.blocks.zero_()
         hidden = network.forward(
             batch.token_ids, batch.positions, runner._beating_layers(), runner._backend.prepare(batch)
         )
-        return hidden.clone(), runner._pool._pool.clone()
+        return hidden.clone(), runner._pool.blocks.clone()
 
     before = runner.num_beats
     assert network._stack is not None
