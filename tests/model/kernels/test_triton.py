@@ -28,3 +28,20 @@ def interpreted(*arguments: str) -> None:
 @pytest.mark.parametrize("what", ["rows", "attention", "experts", "blocks", "choose"])
 def test_kernels_against_float64(what: str) -> None:
     interpreted(f"tests/model/kernels/interpreted/check_{what}.py")
+
+
+def test_the_attention_backend_holds_under_the_tests_of_all_backends() -> None:
+    interpreted("tests/model/test_attention.py", "-k", "triton")
+
+
+def test_every_kernel_compiles_to_good_code(tmp_path: Path) -> None:
+    """Without a GPU: no spills, shared memory within limits, tensor cores where they belong."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.aot"]
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_the_whole_engine_is_greedy_as_transformers() -> None:
+    interpreted("tests/model/kernels/interpreted/check_engine.py")

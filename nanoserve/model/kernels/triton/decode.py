@@ -31,8 +31,10 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """By the bytes of a key: more of them at once than fit into shared memory three times make no sense."""
-    return DecodeConfig(64, 4, 3) if head_dim * itemsize <= 256 else DecodeConfig(32, 4, 2)
+    """By the bytes of a key. float32, which has no tensor cores here, takes what registers hold."""
+    if itemsize > 2:
+        return DecodeConfig(16, 8, 1)
+    return DecodeConfig(64, 4, 3) if head_dim <= 128 else DecodeConfig(32, 4, 2)
 
 
 def decode_splits(num_requests: int, num_kv_heads: int, num_sms: int) -> int:

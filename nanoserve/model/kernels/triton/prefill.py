@@ -25,11 +25,14 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """By the bytes of a key, so that the tiles fit into shared memory."""
-    if head_dim * itemsize <= 256:
-        return PrefillConfig(128, 64, 8, 3)
-    return PrefillConfig(64, 32, 4, 2)
+def prefill_config(head_dim: int, itemsize: int, arch: int) -> PrefillConfig:
+    """By the bytes of a key, so that tiles fit into shared memory; float32, without tensor cores, into registers.
+
+    ``arch``: of the GPU, 90 for Hopper, from which on tensor cores read shared memory instead of registers.
+    """
+    if itemsize > 2:
+        return PrefillConfig(16, 16, 4, 1)
+    return PrefillConfig(128, 64, 8, 3) if arch >= 90 and head_dim <= 128 else PrefillConfig(64, 32, 4, 2)
 
 
 @triton.jit
