@@ -21,8 +21,12 @@ _INTERPRETED = (90, 2)  # architecture and number of multiprocessors that the in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """Requests of one token: their rows in the step, [num_requests] int32 each, and their blocks."""
+    """Requests of one token: their rows in the step, [num_requests] int32 each, and their blocks.
 
+    ``are_all``: the rows are those of the step, in order.
+    """
+
+    are_all: bool
     rows: Tensor
     kv_lens: Tensor
     block_tables: Tensor
@@ -33,8 +37,8 @@ class Decodes:
 class Prefills:
     """Requests of several tokens; int32, and as a kernel of either library wants them.
 
-    ``query_ends`` and ``kv_ends`` [num_requests + 1] count from 0 over these requests alone, whose queries are the rows
-    ``rows`` of the step, from the first to before the last.
+    The queries are those from ``rows[0]`` to before ``rows[1]`` of the step; ``query_ends`` and ``kv_ends``
+    [num_requests + 1] count them and their contexts up from 0. ``are_fresh``: none has a computed prefix.
     """
 
     rows: tuple[int, int]
@@ -43,6 +47,7 @@ class Prefills:
     query_lens: Tensor
     kv_lens: Tensor
     query_ends: Tensor
+    kv_ends: Tensor
     block_tables: Tensor
     max_query_len: int
     max_kv_len: int
@@ -110,9 +115,12 @@ class TritonAttention:
         slots_on_device, rows, kv_lens, tables, *rest = on_device(arrays, self._spec.device)
         decodes = None
         if len(single):
-            decodes = Decodes(rows=rows, kv_lens=kv_lens, block_tables=tables, num_splits=self._splits(len(single)))
+            decodes = Decodes(
+                are_all=len(single) == len(slots), rows=rows, kv_lens=kv_lens, block_tables=tables,
+                num_splits=self._splits(len(single)),
+            )  # fmt: skip
         prefills = [
-            self._prefills(batch, starts, run, rest[6 * i : 6 * i + 6]) for i, run in enumerate(runs)
+            self._prefills(batch, starts, run, rest[7 * i : 7 * i + 7]) for i, run in enumerate(runs)
         ]  # fmt: skip
         return Metadata(slots_on_device, decodes, tuple(prefills))
 
@@ -130,11 +138,12 @@ class TritonAttention:
         # The longest contexts first: what starts last should end soon.
         order = np.argsort(-(batch.kv_lens[run][requests] - query_lens[requests] + first), kind="stable")
         tiles = np.stack((requests, first), axis=1)[order]
-        ends = np.concatenate(([0], query_lens.cumsum()))
-        return [tiles, starts[run], query_lens, batch.kv_lens[run], ends, batch.block_tables[run]]
+        kv_lens = batch.kv_lens[run]
+        query_ends, kv_ends = (np.concatenate(([0], lens.cumsum())) for lens in (query_lens, kv_lens))
+        return [tiles, starts[run], query_lens, kv_lens, query_ends, kv_ends, batch.block_tables[run]]
 
     def _prefills(self, batch: ForwardBatch, starts: IntArray, run: slice, tensors: Sequence[Tensor]) -> Prefills:
-        tiles, query_starts, query_lens, kv_lens, query_ends, tables = tensors
+        tiles, query_starts, query_lens, kv_lens, query_ends, kv_ends, tables = tensors
         first = int(starts[run.start])
         return Prefills(
             rows=(first, first + int(batch.query_lens[run].sum())),
@@ -143,6 +152,7 @@ class TritonAttention:
             query_lens=query_lens,
             kv_lens=kv_lens,
             query_ends=query_ends,
+            kv_ends=kv_ends,
             block_tables=tables,
             max_query_len=int(batch.query_lens[run].max()),
             max_kv_len=int(batch.kv_lens[run].max()),
@@ -159,6 +169,7 @@ class TritonAttention:
         blocks = block_tables.gather(1, (place // size)[:, None])[:, 0]
         slots = torch.where(positions < 0, -1, blocks * size + place % size).to(torch.int32)
         decodes = Decodes(
+            are_all=True,
             rows=torch.arange(len(positions), dtype=torch.int32, device=positions.device),
             kv_lens=(positions + 1).to(torch.int32),
             block_tables=block_tables,
@@ -177,11 +188,12 @@ class TritonAttention:
     ) -> Tensor:
         from nanoserve.model.kernels.triton.store import prepare_heads
 
-        q = prepare_heads(qkv, norms.q, norms.k, norms.eps, cos, sin, kv, metadata.slots)
-        return self.attend(q, None, None, kv, metadata)
+        q, k = prepare_heads(qkv, norms.q, norms.k, norms.eps, cos, sin, kv, metadata.slots)
+        v = qkv.view(len(qkv), -1, self._spec.head_dim)[:, -self._spec.num_kv_heads :]
+        return self.attend(q, k, v, kv, metadata)
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: Tensor, metadata: Metadata) -> Tensor:
-        """Attention after the store. ``k``, ``v``: the step's own, where they exist outside the pool."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, metadata: Metadata) -> Tensor:
+        """Attention after the store. ``k``, ``v``: the step's own, which the pool holds too."""
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if metadata.decodes is not None:
             self.decode(q, kv, out, metadata.decodes)
@@ -198,9 +210,7 @@ class TritonAttention:
             num_splits=decodes.num_splits, config=self._decode_config,
         )  # fmt: skip
 
-    def prefill(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: Tensor, out: Tensor, prefills: Prefills
-    ) -> None:
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, out: Tensor, prefills: Prefills) -> None:
         """Writes the rows of ``prefills`` in ``out``."""
         from nanoserve.model.kernels.triton.prefill import paged_prefill
 

@@ -25,7 +25,7 @@ def interpreted(*arguments: str) -> None:
     assert "skipped" not in done.stdout, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("what", ["rows", "attention", "experts", "blocks", "choose"])
+@pytest.mark.parametrize("what", ["rows", "attention", "experts", "blocks", "choose", "flash_attn"])
 def test_kernels_against_float64(what: str) -> None:
     interpreted(f"tests/model/kernels/interpreted/check_{what}.py")
 

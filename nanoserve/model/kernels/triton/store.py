@@ -30,12 +30,12 @@ def store_kernel(
 
 @triton.jit
 def prepare_heads_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, kv_ptr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slots_ptr, rotated_ptr, kv_ptr,
     qkv_stride, angle_stride, block_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Heads [HEADS, HEAD_DIM] of one token: queries go to ``q_ptr``, keys and values into the pool."""
+    """Heads [HEADS, HEAD_DIM] of one token: queries and keys go to ``rotated_ptr``, keys and values into the pool."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HEAD_DIM)[None, :]
@@ -54,14 +54,15 @@ def prepare_heads_kernel(
     cos = tl.load(cos_ptr + token * angle_stride + dim).to(tl.float32)
     sin = tl.load(sin_ptr + token * angle_stride + dim).to(tl.float32)
     rotated = x * scale * weight * cos + partner * scale * partner_weight * sin
-    result = tl.where(is_value, x, rotated).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dim, result, mask=is_query)
+    result = tl.where(is_value, x, rotated).to(rotated_ptr.dtype.element_ty)
+    place = rotated_ptr + (token * (NUM_HEADS + NUM_KV_HEADS) + head) * HEAD_DIM + dim
+    tl.store(place, result, mask=inside & (is_value == 0))
     slot = tl.load(slots_ptr + token).to(tl.int64)
     stored = head - NUM_HEADS  # keys, then values
     part = tl.where(is_value, BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, 0)
     kv_head = tl.where(is_value, stored - NUM_KV_HEADS, stored)
-    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)
-    tl.store(kv_ptr + place + part + kv_head * HEAD_DIM + dim, result, mask=inside & (head >= NUM_HEADS) & (slot >= 0))
+    start = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)
+    tl.store(kv_ptr + start + part + kv_head * HEAD_DIM + dim, result, mask=inside & (head >= NUM_HEADS) & (slot >= 0))
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
@@ -80,8 +81,10 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
 
 def prepare_heads(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor
-) -> Tensor:
-    """Norms and rotates query and key heads, stores keys and values; gives queries [num_tokens, num_heads, head_dim].
+) -> tuple[Tensor, Tensor]:
+    """Norms and rotates query and key heads and stores keys and values.
+
+    Gives queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim], views of one tensor.
 
     ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; ``cos``, ``sin`` [num_tokens, 1, head_dim], the
     first half of ``sin`` negated.
@@ -92,14 +95,14 @@ def prepare_heads(
     num_heads = total - 2 * num_kv_heads
     assert len(slots) == len(cos) == len(sin) == num_tokens, "slots and angles are of all tokens"
     assert qkv.stride(1) == cos.stride(2) == 1, "rows are read from end to end"
-    q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    rotated = torch.empty(num_tokens, num_heads + num_kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     grid = (num_tokens, triton.cdiv(total, _HEADS_AT_ONCE))
     prepare_heads_kernel[grid](
-        qkv, q_weight, k_weight, cos, sin, slots, q, kv, qkv.stride(0), cos.stride(0), kv.stride(0), eps,
+        qkv, q_weight, k_weight, cos, sin, slots, rotated, kv, qkv.stride(0), cos.stride(0), kv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HEADS=_HEADS_AT_ONCE, num_warps=1,
     )  # fmt: skip
-    return q
+    return rotated[:, :num_heads], rotated[:, num_heads:]
 
 
 def check_layer(kv: Tensor) -> None:

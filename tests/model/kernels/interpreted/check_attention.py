@@ -121,11 +121,12 @@ def test_prepare_heads(dtype: torch.dtype, num_heads: int) -> None:
     q_weight, k_weight = random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype, seed=1)
     cos, sin = random(3, 1, HEAD_DIM, dtype=dtype, seed=2), random(3, 1, HEAD_DIM, dtype=dtype, seed=3)
     slots = torch.tensor([5, -1, 2], dtype=torch.int32)
-    q = prepare_heads(qkv, q_weight, k_weight, 1e-6, cos, sin, kv, slots)
+    q, k = prepare_heads(qkv, q_weight, k_weight, 1e-6, cos, sin, kv, slots)
     heads = qkv.double().view(3, -1, HEAD_DIM)
     weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(NUM_KV_HEADS, -1))).double()
     exact = plain.qk_norm_rope(heads[:, : num_heads + NUM_KV_HEADS], weight, 1e-6, cos.double(), sin.double())
     assert_close(q, exact[:, :num_heads], dtype)
+    assert_close(k, exact[:, num_heads:], dtype)
     for token, (block, offset) in {0: (1, 1), 2: (0, 2)}.items():
         assert_close(kv[block, 0, offset], exact[token, num_heads:], dtype)
         assert torch.equal(kv[block, 1, offset], qkv.view(3, -1, HEAD_DIM)[token, num_heads + NUM_KV_HEADS :])
