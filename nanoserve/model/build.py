@@ -15,6 +15,7 @@ from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_clas
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
 from nanoserve.model.config import ModelConfig, load_config
+from nanoserve.model.cuda import decode_graphs, free_bytes, refuse_on_cuda
 from nanoserve.model.folder import resolve_model
 from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
@@ -99,25 +100,30 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
     method = linear_method(args.quantization)
-    backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
-    kernels = choose_kernels(*config.row_sizes)
+    device = _device(args.device)
+    backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype, device))
+    kernels = choose_kernels(*config.row_sizes, device=device)
+    if device.type == "cuda":
+        refuse_on_cuda(args)
     if args.deterministic:
         _require_deterministic(backend.name, kernels)
     architecture = as_stored(config.architecture, tensor_names(folder))
-    network = network_class(architecture)(
-        config,
-        dtype=dtype,
-        method=method,
-        backend=backend,
-        kernels=kernels,
-        max_positions=max_model_len,
-        collective=collective,
-    )
+    with device:  # tensors of the network are made there
+        network = network_class(architecture)(
+            config,
+            dtype=dtype,
+            method=method,
+            backend=backend,
+            kernels=kernels,
+            max_positions=max_model_len,
+            collective=collective,
+        )
     num_parameters, weights_bytes = _load(network, folder)
-    num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len)
+    free = free_bytes(network, backend, config, args, device) if device.type == "cuda" else None
+    num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len, free=free)
     num_blocks, weights_bytes = agree(num_blocks, weights_bytes)
     scheduler = _scheduler(args, num_blocks=num_blocks, max_model_len=max_model_len)
-    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+    pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks, device=device)
     token_bytes = _token_bytes(backend, config, args.block_size)
     info = ModelInfo(
         name=args.model,
@@ -136,14 +142,16 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         collective=collective.name,
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
+    max_blocks = -(-scheduler.max_model_len // args.block_size)
     batch = InputBatch(
-        max_num_seqs=args.max_num_seqs,
-        max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
-        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs, max_blocks_per_request=max_blocks, block_size=args.block_size
     )
     if collective.rank:
         shard = ShardRunner(network, backend, pool, batch=batch)
         return LoadedModel(runner=shard, scheduler=scheduler, info=info)
+    graphs = None
+    if collective.size == 1:  # a capture runs steps that the shards know nothing of
+        graphs = decode_graphs(args, network, backend, pool, max_blocks=max_blocks)
     runner = ModelRunner(
         network,
         backend,
@@ -151,6 +159,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         batch=batch,
         grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
         max_num_seqs=args.max_num_seqs,
+        graphs=graphs,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
 
@@ -174,14 +183,14 @@ def _require_deterministic(backend_name: str, kernels: Kernels) -> None:
         raise ConfigError(f"`deterministic` needs the native kernels throughout: {reason}.", param="deterministic")
 
 
-def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
+def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=args.block_size,
         dtype=dtype,
-        device=_device(args.device),
+        device=device,
         kv_cache_dtype=args.kv_cache_dtype,
     )
 
@@ -223,12 +232,13 @@ def _dtype(wanted: str, stored: str) -> torch.dtype:
 
 
 def _device(wanted: str) -> torch.device:
-    if wanted == "cuda":
-        reason = "there is no CUDA device here" if not torch.cuda.is_available() else "it is not built yet"
-        raise ConfigError(f"`device` cuda cannot be used: {reason}.", param="device")
-    if wanted not in ("auto", "cpu"):
+    """A GPU for "auto" where there is one."""
+    if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"`device` must be auto, cpu or cuda. Given: {wanted!r}.", param="device")
-    return torch.device("cpu")
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("`device` cuda cannot be used: there is no CUDA device here.", param="device")
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda and wanted != "cpu" else torch.device("cpu")
 
 
 def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
@@ -245,12 +255,15 @@ def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int
     return elements * backend.kv_dtype.itemsize // block_size
 
 
-def _count_blocks(args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int) -> int:
-    """The KV blocks that the memory settings buy on this rank."""
+def _count_blocks(
+    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int, free: int | None
+) -> int:
+    """The KV blocks that the memory settings buy on this rank; ``free``: bytes that its GPU has left for them."""
     return count_blocks(
         args,
         block_bytes=_token_bytes(backend, config, args.block_size) * args.block_size,
         max_useful_blocks=-(-max_model_len // args.block_size) * args.max_num_seqs,
+        free_on_device=free,
     )
 
 

@@ -121,6 +121,10 @@ class GrammarTable:
     def release(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
+    def binds(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether any of these requests has a grammar."""
+        return any(request.request_id in self._matchers for request in scheduled) if self._matchers else False
+
     def allowed(
         self, scheduled: Sequence[ScheduledRequest], starts: Sequence[int]
     ) -> tuple[NDArray[np.int64], Tensor] | None:

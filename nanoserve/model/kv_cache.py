@@ -13,10 +13,13 @@ from nanoserve.core.errors import ConfigError
 from nanoserve.core.plan import BlockCopy
 from nanoserve.model.attention.base import AttentionBackend
 from nanoserve.model.kernels.native import memory
+from nanoserve.model.kernels.triton import why_not
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _DEFAULT_FRACTION = 0.4
+_DEFAULT_CUDA_FRACTION = 0.9  # of what is free beside the weights and the largest step
 _DEFAULT_MAX_BYTES = 4 * 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -24,24 +27,41 @@ _CGROUP = Path("/sys/fs/cgroup")
 class KVPool:
     """The KV memory of all layers. Written by attention and by :meth:`copy`; which block is whose is not known here."""
 
-    def __init__(self, backend: AttentionBackend, *, num_layers: int, num_blocks: int) -> None:
+    def __init__(
+        self, backend: AttentionBackend, *, num_layers: int, num_blocks: int, device: torch.device = _CPU
+    ) -> None:
         shape = backend.kv_shape(num_layers=num_layers, num_blocks=num_blocks)
         # Zeroed: padding reads blocks that nobody wrote, and a masked NaN is still a NaN.
-        self._pool = memory.zeros(shape, backend.kv_dtype)
+        on_cpu = device.type == "cpu"
+        self._pool = (
+            memory.zeros(shape, backend.kv_dtype)
+            if on_cpu
+            else torch.zeros(shape, dtype=backend.kv_dtype, device=device)
+        )
         self.layers: tuple[Tensor, ...] = tuple(backend.layer(self._pool, i) for i in range(num_layers))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks of all layers at once; no copy may read what another of the same call writes."""
         if not copies:
-            return
+            return None
         assert all(copy.source == copy.target == "device" for copy in copies), "there is no host tier"
+        if why_not(self._pool.device) is None:
+            from nanoserve.model.kernels.triton.blocks import copy_blocks
+
+            pairs = [(copy.source_block_id, copy.target_block_id) for copy in copies]
+            return copy_blocks(self._pool, self._pool, pairs)
         sources = torch.tensor([copy.source_block_id for copy in copies])
         targets = torch.tensor([copy.target_block_id for copy in copies])
         self._pool[targets] = self._pool[sources]
+        return None
 
 
-def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) -> int:
+def count_blocks(
+    args: EngineArgs, *, block_bytes: int, max_useful_blocks: int, free_on_device: int | None = None
+) -> int:
     """Blocks that a rank's share of the memory buys; never more than ``max_useful_blocks`` unless a size was asked for.
+
+    ``free_on_device``: bytes that a GPU has left for them; None on a CPU.
 
     Raises:
         ConfigError: not even one block fits.
@@ -50,7 +70,8 @@ def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) 
         budget = parse_bytes(args.kv_cache_memory) // args.tensor_parallel_size
         num_blocks = budget // block_bytes
     else:
-        budget = _default_budget(args.memory_fraction) // args.tensor_parallel_size
+        num_sharers = args.tensor_parallel_size if free_on_device is None else 1  # each has a GPU of its own
+        budget = _default_budget(args.memory_fraction, free_on_device) // num_sharers
         num_blocks = min(budget // block_bytes, max_useful_blocks)
     if num_blocks < 1:
         raise ConfigError(
@@ -59,12 +80,14 @@ def count_blocks(args: EngineArgs, *, block_bytes: int, max_useful_blocks: int) 
     return num_blocks
 
 
-def _default_budget(fraction: float | None) -> int:
+def _default_budget(fraction: float | None, free_on_device: int | None) -> int:
+    if fraction is None and free_on_device is not None:
+        fraction = _DEFAULT_CUDA_FRACTION
     if fraction is None:
         return min(int(available_memory() * _DEFAULT_FRACTION), _DEFAULT_MAX_BYTES)
     if not 0 < fraction <= 1:
         raise ConfigError(f"`memory_fraction` must be in (0, 1]. Given: {fraction!r}.", param="memory_fraction")
-    return int(available_memory() * fraction)
+    return int((available_memory() if free_on_device is None else free_on_device) * fraction)
 
 
 def available_memory() -> int:
