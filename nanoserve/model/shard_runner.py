@@ -20,6 +20,7 @@ class ShardRunner:
 
     def __init__(self, network: Network, backend: AttentionBackend, pool: KVPool, *, batch: InputBatch) -> None:
         self._network, self._backend, self._pool, self._batch = network, backend, pool, batch
+        self._device = pool.layers[0].device
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -37,7 +38,8 @@ class ShardRunner:
                 self._batch.admit(request.request_id)
         batch = self._batch.build(scheduled, self._batch.rows(scheduled))
         metadata = self._backend.prepare(batch)
-        hidden = self._network.forward(batch.token_ids, batch.positions, self._pool.layers, metadata)
+        token_ids, positions = batch.token_ids.to(self._device), batch.positions.to(self._device)
+        hidden = self._network.forward(token_ids, positions, self._pool.layers, metadata)
         for rows in head_rows(scheduled, batch.query_lens):
             self._network.logits(hidden[torch.from_numpy(rows)])
 
