@@ -143,9 +143,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
     max_blocks = -(-scheduler.max_model_len // args.block_size)
-    batch = InputBatch(
-        max_num_seqs=args.max_num_seqs, max_blocks_per_request=max_blocks, block_size=args.block_size
-    )
+    batch = InputBatch(max_num_seqs=args.max_num_seqs, max_blocks_per_request=max_blocks, block_size=args.block_size)
     if collective.rank:
         shard = ShardRunner(network, backend, pool, batch=batch)
         return LoadedModel(runner=shard, scheduler=scheduler, info=info)
