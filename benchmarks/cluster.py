@@ -1,6 +1,6 @@
 """A Ray cluster of one's own on this machine, with applications deployed as an operator does it, to hurt it.
 
-``ray start`` for the head and for more nodes, and Serve's REST API for every deploy, as ``serve deploy`` and KubeRay do.
+``ray start`` for the head and more nodes, and Serve's REST API for every deploy, as ``serve deploy`` and KubeRay do.
 Everything it starts belongs to one folder and ends with it.
 """
 
@@ -48,12 +48,12 @@ class Cluster:
 
     def start(self) -> None:
         """The head: it runs the doors, Serve's own actors and whatever engines fit."""
-        self._ray("--head", f"--port={self._gcs_port}", f"--dashboard-port={self._dashboard_port}", "--num-cpus=2")
+        self._ray("--head", f"--port={self._gcs_port}", f"--dashboard-port={self._dashboard_port}", "--num-cpus=3")
 
     def add_node(self) -> list[int]:
-        """Another node, with a resource ``far``; the process ids that are new with it."""
+        """Another node, of two CPUs; the process ids that are new with it."""
         before = set(processes.of_run(self._run_dir))
-        self._ray(f"--address=127.0.0.1:{self._gcs_port}", "--num-cpus=2", '--resources={"far": 1}')
+        self._ray(f"--address=127.0.0.1:{self._gcs_port}", "--num-cpus=2")
         return sorted(set(processes.of_run(self._run_dir)) - before)
 
     def _ray(self, *words: str) -> None:

@@ -91,6 +91,11 @@ class EngineArgs:
                 f"`speculation` must be one of: {', '.join(SPECULATION)}. Given: {self.speculation!r}.",
                 param="speculation",
             )
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"`tensor_parallel_size` must be >= 1. Given: {self.tensor_parallel_size}.",
+                param="tensor_parallel_size",
+            )
         given = self.num_speculative_tokens
         if given is not None and (self.speculation == "none" or given < 1):
             reason = "needs `speculation`" if self.speculation == "none" else "must be >= 1"

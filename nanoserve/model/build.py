@@ -212,8 +212,7 @@ def _refuse_unbuilt(args: EngineArgs) -> None:
         raise ConfigError(
             f"`kv_cache_dtype` must be auto or int8. Given: {args.kv_cache_dtype!r}.", param="kv_cache_dtype"
         )
-    counts = "block_size max_num_seqs max_num_batched_tokens num_threads max_model_len tensor_parallel_size"
-    for name in counts.split():
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads", "max_model_len"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"`{name}` must be >= 1. Given: {value}.", param=name)

@@ -19,7 +19,7 @@ ENGINE_CPUS = 0.1
 
 ROUTER_CPUS = 0.1
 
-ROUTER_END_S = 10.0
+ROUTER_END_S = 20.0
 """A stopping router ends its streams itself after ``drain_s``; this much later Serve would."""
 
 QUEUED_STEPS = 4

@@ -289,11 +289,15 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     """
     from dataclasses import asdict
 
+    began_s = time.monotonic()
     from nanoserve.engine.async_engine import AsyncEngine
     from nanoserve.engine.core import EngineCore
     from nanoserve.model.build import build
+    from nanoserve.serving.logs import join_serves_log
     from nanoserve.serving.tp_group import launcher
 
+    join_serves_log()
+    imported_s = time.monotonic()
     loaded = build(args, launcher(args.tensor_parallel_size))
     core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=loaded.info.name)
     card = EngineCard(
@@ -304,6 +308,7 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         block_size=loaded.scheduler.block_size,
         cache_salt=loaded.info.name,
         max_num_seqs=loaded.scheduler.max_num_seqs,
-        info=asdict(loaded.info),
+        info=asdict(loaded.info)
+        | {"imports_s": round(imported_s - began_s, 2), "load_s": round(time.monotonic() - imported_s, 2)},
     )
     return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, fault=loaded.fault), card

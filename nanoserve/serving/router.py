@@ -6,12 +6,12 @@ A plain class, decorated in ``app.py``. The app is bound late: Serve asks for it
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from nanoserve.serving.config import ModelArgs, ServingArgs, deployment_name
@@ -22,7 +22,7 @@ from nanoserve.serving.transport import SocketTransport
 
 logger = logging.getLogger(__name__)
 
-PEER_SCRAPE_TIMEOUT_S = 2.0
+PEER_TIMEOUT_S = 2.0
 ROLL_CALL_PERIOD_S = 1.0
 Scrape = Callable[[], Awaitable[bytes]]
 Doors = Mapping[str, FeedDoor]
@@ -78,16 +78,27 @@ class Router:
 
         What still runs after ``drain_s`` ends with an error event; Serve would cut it off without a word.
         """
-        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
-        me, was_called, num_missed = await self.router_id(), False, 0
+        was_called, num_missed = False, 0
         while num_missed < 2:
             await asyncio.sleep(ROLL_CALL_PERIOD_S)
-            with suppress(Exception):  # a router that dies spoils one roll call
-                called = me in await routers.broadcast("router_id").results_async()
-                was_called = was_called or called
+            called = await self._is_called()
+            was_called = was_called or called is True
+            if called is not None:
                 num_missed = 0 if called or not was_called else num_missed + 1
         logger.info("leaving drain_s=%g", self._args.drain_s)
         await asyncio.gather(*[door.run_out(self._args.drain_s) for door in self._doors.values()])
+
+    async def _is_called(self) -> bool | None:
+        """Whether Serve lists this router; None where something, a router that dies for one, spoils the roll call."""
+        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
+        try:
+            async with asyncio.timeout(PEER_TIMEOUT_S):
+                return await self.router_id() in await routers.broadcast("router_id").results_async()
+        except DeploymentUnavailableError:  # Serve lists none
+            return False
+        except Exception as error:
+            logger.debug("roll call failed error=%.200r", error)
+            return None
 
     async def door_families(self) -> list[Metric]:
         """What only this router can tell, for another one's ``/metrics``."""
@@ -109,7 +120,7 @@ class Router:
         if self._args.num_routers == 1:
             return render([*families, *await self.door_families()])
         routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
-        async with asyncio.timeout(PEER_SCRAPE_TIMEOUT_S):
+        async with asyncio.timeout(PEER_TIMEOUT_S):
             for door in await routers.broadcast("door_families").results_async():
                 families += door
         return render(families)

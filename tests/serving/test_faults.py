@@ -67,7 +67,7 @@ class Bench:
             self._undisturbed[max_tokens] = await self.ask(max_tokens, Tally())
         tally = Tally()
         asked = asyncio.create_task(self.ask(max_tokens, tally))
-        while tally.num_tokens < after_tokens and not asked.done():
+        while tally.num_tokens < after_tokens and not asked.done():  # noqa: ASYNC110  (a count has no event)
             await asyncio.sleep(0.01)
         assert not asked.done(), "the streams ended before the fault"
         await asyncio.to_thread(fault)
@@ -170,7 +170,7 @@ def test_who_kills_the_way_in_cuts_its_streams_and_the_engines_forget_them(bench
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=bench.cluster.url, timeout=100, limits=limits) as client:
             asked = [asyncio.create_task(answer(client, body(index, 600), tally)) for index in range(NUM_STREAMS)]
-            while tally.num_tokens < 200:
+            while tally.num_tokens < 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             kill(bench.cluster.pids(name))
             return await asyncio.gather(*asked, return_exceptions=True)
@@ -179,3 +179,18 @@ def test_who_kills_the_way_in_cuts_its_streams_and_the_engines_forget_them(bench
     assert all(isinstance(end, httpx.HTTPError | RuntimeError) for end in ends)
     bench.settle()
     assert all(asyncio.run(bench.ask(20, Tally())))
+
+
+def test_a_lost_node_costs_no_stream_a_token() -> None:
+    """Each of two nodes has room for one engine; the raylet of the second is killed, and its engine dies with it."""
+    with cluster() as target:
+        target.deploy(**ARGS | {"num_cpus": 2})
+        while len(target.engines()) < 1 or not target.routers():
+            time.sleep(0.2)
+        far = target.add_node()
+        target.wait()
+        bench = Bench(target)
+        raylets = set(target.pids("raylet/raylet")) & set(far)
+        assert len(raylets) == 1
+        bench.check(300, lambda: kill(list(raylets)))
+        assert len(target.engines()) == 1

@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -49,6 +50,7 @@ def test_handles_can_stream_pin_cancel_and_broadcast() -> None:
     assert parameters(DeploymentResponseGenerator.cancel) == ["self"]
     assert parameters(DeploymentHandle.broadcast)[:2] == ["self", "method_name"]
     assert inspect.iscoroutinefunction(DeploymentBroadcastResponse.results_async)
+    assert issubclass(DeploymentUnavailableError, Exception)
 
 
 def test_deployments_take_what_app_gives_them() -> None:

@@ -107,6 +107,11 @@ def health(service: Service) -> dict[str, Any]:
     return body
 
 
+def is_logged(service: Service, line: str) -> bool:
+    logs = service.run_dir() / "session_latest" / "logs"
+    return any(line in path.read_text(errors="replace") for path in logs.rglob("*.*") if path.is_file())
+
+
 def serve_again(service: Service) -> bool:
     states = [engine["state"] for engine in health(service)["engines"]]
     return len(shards(service)) == 2 and states in (["idle", "idle"], ["running", "idle"], ["idle", "running"])
@@ -129,6 +134,7 @@ async def test_streams_go_on_when_a_shard_is_lost(
     assert await asked == undisturbed
     assert service.metric("nanoserve_door_resubmits_total") - moved == len(BODIES) / 2
     assert reason in health(service)["last_lost"]["reason"]
+    assert is_logged(service, f"shard lost rank=1 reason={reason.removeprefix('shard 1 ')}")
     await until(lambda: serve_again(service), timeout_s=90)
 
 

@@ -11,6 +11,7 @@ import selectors
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -64,7 +65,7 @@ class ShardGroup:
         self._channels: dict[int, Channel] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self._watcher = threading.Thread(target=self._watch, name="nanoserve-shards", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_to_the_end, name="nanoserve-shards", daemon=True)
         self.collective: Collective = ALONE
         listener = Listener(launcher.host, secrets.token_hex(16))
         try:
@@ -181,6 +182,13 @@ class ShardGroup:
 
     # On the watching thread
 
+    def _watch_to_the_end(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # shards that nobody watches could hang unseen
+            logger.exception("the shards cannot be watched")
+            self._lose(min(self._channels), "cannot be watched")
+
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             heard_s = dict.fromkeys(self._channels, time.monotonic())
@@ -247,7 +255,8 @@ class ShardGroup:
                     left.pop(key.data)
         for channel in left.values():
             if (pid := channel.peer_pid()) is not None:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for channel in self._channels.values():
             channel.close()
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanoserve.core.errors import ShardLostError
 from nanoserve.model.kernels.native import Library
+from nanoserve.model.threads import default_threads
 
 _SLOT_BYTES = 1 << 20
 _SPIN_US = 100
@@ -28,7 +29,7 @@ class SharedMemory:
         self._join = native.bind("ns_ranks_join", "pppll")
         self._abort = native.bind("ns_ranks_abort", "p")
         # Ranks that outnumber the cores would only keep each other from working.
-        spin_us = _SPIN_US if len(os.sched_getaffinity(0)) >= size else 0
+        spin_us = _SPIN_US if default_threads() >= size else 0
         opened = native.bind("ns_ranks_open", "plll" + "l")
         self.native_address: int | None = opened(self._memory.data_ptr(), rank, size, _SLOT_BYTES, spin_us)
 
