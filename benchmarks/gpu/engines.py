@@ -51,22 +51,30 @@ def load(folder: Path, **overrides: Any) -> LoadedModel:
     return building.build(EngineArgs(model=str(folder), **(settings | overrides)))
 
 
-def run(loaded: LoadedModel, jobs: Sequence[Job], **sampling: Any) -> tuple[list[list[int]], list[float]]:
-    """The tokens of every job, and the seconds of every step."""
-    core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=str(time.monotonic_ns()))
-    tokens: dict[str, list[int]] = {}
-    for index, job in enumerate(jobs):
-        request_id = str(index)
-        tokens[request_id] = []
-        params = SamplingParams(max_tokens=job.num_output_tokens, ignore_eos=True, seed=index, **sampling)
-        core.add(GenerateRequest(request_id=request_id, prompt_token_ids=job.prompt, sampling=params))
-    steps_s = []
-    while core.has_work:
-        began = time.perf_counter()
-        for output in core.step().outputs:
-            tokens[output.request_id] += output.new_token_ids
-        steps_s.append(time.perf_counter() - began)
-    return list(tokens.values()), steps_s
+class Engine:
+    """A loaded model under a scheduler, for one run after another."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.info, self.scheduler = loaded.info, loaded.scheduler
+        self._core = EngineCore(loaded.runner, loaded.scheduler)
+        self._num_runs = 0
+
+    def run(self, jobs: Sequence[Job], **sampling: Any) -> tuple[list[list[int]], list[float]]:
+        """The tokens of every job, and the seconds of every step."""
+        self._num_runs += 1
+        tokens: dict[str, list[int]] = {}
+        for index, job in enumerate(jobs):
+            request_id = f"{self._num_runs}-{index}"
+            tokens[request_id] = []
+            params = SamplingParams(max_tokens=job.num_output_tokens, ignore_eos=True, seed=index, **sampling)
+            self._core.add(GenerateRequest(request_id=request_id, prompt_token_ids=job.prompt, sampling=params))
+        steps_s = []
+        while self._core.has_work:
+            began = time.perf_counter()
+            for output in self._core.step().outputs:
+                tokens[output.request_id] += output.new_token_ids
+            steps_s.append(time.perf_counter() - began)
+        return list(tokens.values()), steps_s
 
 
 def equality() -> dict[str, object]:
@@ -87,7 +95,7 @@ def equality() -> dict[str, object]:
         model = make(seed=1, **given)
         with tempfile.TemporaryDirectory() as folder:
             loaded = load(save(model, Path(folder)), dtype="float32", max_num_batched_tokens=64, max_num_seqs=8)
-        outputs, steps_s = run(loaded, jobs, temperature=0)
+        outputs, steps_s = Engine(loaded).run(jobs, temperature=0)
         worst = max(_shortfall(model.to(device()), job, tokens) for job, tokens in zip(jobs, outputs, strict=True))
         assert worst < 0.01, f"{name}: a token is {worst} nats below the best"
         figures[name] = {"worst_shortfall_nats": worst, "steps": len(steps_s)}
@@ -142,7 +150,7 @@ def start() -> dict[str, object]:
     began = time.perf_counter()
     loaded = load(small_checkpoint(), max_num_seqs=size(256, 4))
     built_s = time.perf_counter() - began
-    run(loaded, [Job((1, 2, 3), 2)], temperature=0)
+    Engine(loaded).run([Job((1, 2, 3), 2)], temperature=0)
     return {"build_s": built_s, "until_second_token_s": time.perf_counter() - began}
 
 
@@ -157,15 +165,16 @@ def engine_small_eager() -> dict[str, object]:
 
 
 def _throughput(folder: Path, **overrides: Any) -> dict[str, object]:
-    loaded = load(folder, max_num_seqs=size(256, 4), max_num_batched_tokens=size(16_384, 32), **overrides)
+    settings = {"max_num_seqs": size(256, 4), "max_num_batched_tokens": size(16_384, 32)} | overrides
+    engine = Engine(load(folder, enable_prefix_caching=False, **settings))
     jobs = nano_workload()
     falling = [Job(job.prompt[:64], size(1 + i, 2)) for i, job in enumerate(jobs)]
-    run(loaded, falling, temperature=0.6)  # captures the graph of every batch size on the way down
+    engine.run(falling, temperature=0.6)  # captures the graph of every batch size on the way down
     best: dict[str, object] = {}
     for _ in range(size(2, 1)):
         synchronize()
         began = time.perf_counter()
-        outputs, steps_s = run(loaded, jobs, temperature=0.6)
+        outputs, steps_s = engine.run(jobs, temperature=0.6)
         took_s = time.perf_counter() - began
         num_tokens = sum(len(tokens) for tokens in outputs)
         assert num_tokens == sum(job.num_output_tokens for job in jobs), "tokens are missing"
@@ -173,17 +182,17 @@ def _throughput(folder: Path, **overrides: Any) -> dict[str, object]:
         if rate > float(str(best.get("output_tok/s", 0))):
             best = {"output_tok/s": rate, "s": took_s, "steps": len(steps_s), "median_step_ms": 1e3 * _median(steps_s)}
     memory = {} if REHEARSES else {"peak_GiB": torch.cuda.max_memory_allocated() / 2**30}
-    return {**best, **memory, "attention": loaded.info.attention_backend, "num_blocks": loaded.scheduler.num_blocks}
+    return {**best, **memory, "attention": engine.info.attention_backend, "num_blocks": engine.scheduler.num_blocks}
 
 
 def latency_small() -> dict[str, object]:
     """Milliseconds a step and tokens a second of steady decoding at some batch sizes."""
-    loaded = load(small_checkpoint(), max_num_seqs=size(256, 4))
+    engine = Engine(load(small_checkpoint(), max_num_seqs=size(256, 4), enable_prefix_caching=False))
     figures: dict[str, object] = {}
     for batch in (1, size(64, 2), size(256, 3)):
         jobs = [Job(tuple(range(i, i + size(128, 4))), size(192, 4)) for i in range(batch)]
-        run(loaded, jobs, temperature=0)
-        _, steps_s = run(loaded, jobs, temperature=0)
+        engine.run(jobs, temperature=0)
+        _, steps_s = engine.run(jobs, temperature=0)
         step_s = _median(steps_s[len(steps_s) // 2 :])
         figures[f"B {batch}"] = {"step_ms": 1e3 * step_s, "tok/s": batch / step_s}
     return figures
