@@ -229,7 +229,7 @@ def transformers_small() -> dict[str, object]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(small_checkpoint(), dtype=torch.bfloat16).to(device())
     generation = transformers.GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=-1, max_new_tokens=1024)
-    batching = transformers.ContinuousBatchingConfig(use_cuda_graph=True, use_async_batching=True)
+    batching = transformers.ContinuousBatchingConfig(use_cuda_graph=not REHEARSES, use_async_batching=not REHEARSES)
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
     manager.start()
     jobs = nano_workload()
