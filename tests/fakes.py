@@ -5,7 +5,7 @@ position changes the tokens that follow. ``alone`` computes what a request must 
 refuses what a real runner refuses.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -167,17 +167,23 @@ class FakeExecutor:
         assert request.pooling is None or (end == len(held.token_ids) and not request.num_logits), "pools too early"
         assert 0 <= request.num_samples <= request.num_logits <= len(request.token_ids), "rows"
 
-    def _check_writes(self, scheduled: Iterable[ScheduledRequest]) -> None:
-        """No block that is written in this step may stand in another request's table."""
-        holders: dict[int, int] = {}
-        for held in self.held.values():
-            for block_id in held.block_table:
-                holders[block_id] = holders.get(block_id, 0) + 1
-        for request in scheduled:
-            start, end = request.num_computed_tokens, request.num_computed_tokens + len(request.token_ids)
-            block_size = self.config.block_size
-            for block_id in self.held[request.request_id].block_table[start // block_size : -(-end // block_size)]:
-                assert holders[block_id] == 1, f"block {block_id} is written while another request reads it"
+    def _check_writes(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """A block that is written stands in nobody else's table, but of one who joins a step that fills all of it."""
+        size = self.config.block_size
+        writers = {
+            block_id: (request.request_id, index, request.num_computed_tokens + len(request.token_ids))
+            for request in scheduled
+            for index, block_id in enumerate(self.held[request.request_id].block_table)
+            if request.num_computed_tokens < (index + 1) * size
+        }
+        joining = {request.request_id for request in scheduled if request.admitted is not None}
+        for request_id, held in self.held.items():
+            for index, block_id in enumerate(held.block_table):
+                writer, index_there, end = writers.get(block_id, (request_id, index, 0))
+                if writer != request_id:
+                    assert request_id in joining, f"{request_id} reads block {block_id}, which {writer} writes"
+                    assert index_there == index, f"{request_id} and {writer} hold block {block_id} at other places"
+                    assert end >= (index + 1) * size <= held.num_computed_tokens, f"block {block_id} is not filled"
 
     def _run(self, request: ScheduledRequest) -> SampledTokens:
         held = self.held[request.request_id]

@@ -2,13 +2,20 @@
 
 Invariant: a commit has two passes, every hit of the step first and fresh blocks after them. Sequence by sequence, one's
 fresh block could be the very block that the next one counted as a hit.
+
+A block is findable once its KV was computed. Within one step a sequence may also read what another one computes in it:
+every layer stores the KV of all tokens of the step before any of them attends.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from nanoserve.core.hashing import BlockHash
 from nanoserve.scheduler.block_pool import BlockPool
-from nanoserve.scheduler.sequence import Sequence
+from nanoserve.scheduler.sequence import PrefixNode, Sequence
+
+Promise = tuple[Sequence, int]
+"""A block that the step computes: the sequence that does, and the block's index in its table."""
 
 
 class KVCacheManager:
@@ -45,6 +52,27 @@ class KVCacheManager:
                 sequence.nodes[index:] = [filed]
         return hits
 
+    def promise(self, sequence: Sequence, first: int, promised: dict[BlockHash, Promise]) -> None:
+        """Note the full blocks from ``first`` on of a sequence whose known tokens are all computed by this step."""
+        if self._enable_prefix_caching:
+            for index in range(first, sequence.num_target_tokens // self._block_size):
+                promised.setdefault(sequence.name_block(index, self._block_size).hash, (sequence, index))
+
+    def find_promised(self, sequence: Sequence, first: int, promised: dict[BlockHash, Promise]) -> list[Promise]:
+        """The blocks from ``first`` on that another sequence computes in this step."""
+        found: list[Promise] = []
+        for index in range(first, sequence.max_hit_tokens // self._block_size if promised else 0):
+            node = sequence.name_block(index, self._block_size)
+            promise = promised.get(node.hash)
+            if promise is None:
+                break
+            theirs = promise[0].nodes[promise[1]]
+            if not theirs.is_same_prefix(node):
+                break
+            found.append(promise)
+            sequence.nodes[index:] = [theirs]
+        return found
+
     def num_blocks_taken(self, sequence: Sequence, hits: list[int]) -> int:
         """Blocks that leave the free list when the sequence is admitted with these hits."""
         num_hits_in_use = sum(self._pool.num_holders(block_id) > 0 for block_id in hits)
@@ -65,6 +93,16 @@ class KVCacheManager:
         sequence.num_slots = len(hits) * self._block_size
         sequence.num_computed_tokens = sequence.num_slots
         sequence.num_published = len(hits)
+
+    def join(self, sequence: Sequence, promises: list[Promise]) -> None:
+        """Second pass, before fresh blocks: go on with blocks that sequences before it compute in this step.
+
+        They are not counted as published: each holder offers them when the step is done, and the first files them.
+        """
+        for other, index in promises:
+            self._pool.adopt(other.block_ids[index])
+            sequence.block_ids.append(other.block_ids[index])
+        sequence.num_slots = sequence.num_computed_tokens = len(sequence.block_ids) * self._block_size
 
     def grow(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """Second pass: fresh blocks until the table holds ``num_tokens`` tokens; the new block ids."""
@@ -92,7 +130,7 @@ class KVCacheManager:
         return self._pool.drain_events()
 
     def check_invariants(self, running: Iterable[Sequence]) -> None:
-        """Held + free = total, counts equal holders, shared blocks are full, nothing findable was not computed.
+        """Held + free = total, counts equal holders, shared and findable blocks are full, computed and rightly named.
 
         Raises:
             AssertionError: one of them does not hold.
@@ -108,13 +146,14 @@ class KVCacheManager:
                 holders.setdefault(block_id, []).append((sequence, index))
         self._pool.check_invariants({block_id: len(tables) for block_id, tables in holders.items()})
         for block_id, tables in holders.items():
-            assert len(tables) == 1 or block_id in filed, f"block {block_id} is shared but not a full, computed block"
-            for sequence, index in tables if block_id in filed else ():
-                self._check_filed(sequence, index)
-                assert sequence.nodes[index].is_same_prefix(filed[block_id]), f"block {block_id} holds another prefix"
+            if len(tables) > 1 or block_id in filed:
+                nodes = [self._computed_node(sequence, index) for sequence, index in tables]
+                common = filed.get(block_id, nodes[0])
+                assert all(node.is_same_prefix(common) for node in nodes), f"block {block_id} holds another prefix"
 
-    def _check_filed(self, sequence: Sequence, index: int) -> None:
+    def _computed_node(self, sequence: Sequence, index: int) -> PrefixNode:
         end = (index + 1) * self._block_size
-        assert end <= sequence.num_computed_tokens, f"block {index} of {sequence.request_id} is findable too early"
+        assert end <= sequence.num_computed_tokens, f"block {index} of {sequence.request_id} is shared too early"
         token_ids = tuple(sequence.token_ids[end - self._block_size : end])
         assert token_ids == sequence.nodes[index].token_ids, f"block {index} of {sequence.request_id} is misnamed"
+        return sequence.nodes[index]

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Indexable
 
 from nanoserve.core.config import SchedulerConfig
 from nanoserve.core.errors import DeadlineError, InvalidRequestError
+from nanoserve.core.hashing import BlockHash
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.plan import (
     BlockCopy,
@@ -23,12 +24,12 @@ from nanoserve.scheduler.accounting import append, append_verified, take_scores
 from nanoserve.scheduler.admission import QueueBounds, max_length, validate
 from nanoserve.scheduler.deadlines import Deadlines
 from nanoserve.scheduler.drafts import Drafter, spare_rows
-from nanoserve.scheduler.kv_cache_manager import KVCacheManager
+from nanoserve.scheduler.kv_cache_manager import KVCacheManager, Promise
 from nanoserve.scheduler.policy import Decision, Limits, Waiting, plan_step
 from nanoserve.scheduler.ranked import RankedSequences
 from nanoserve.scheduler.sequence import Sequence, root_node
 
-_Probe = tuple[Sequence, list[int]]
+_Probe = tuple[Sequence, list[int], list[Promise]]
 _NOTHING = SampledTokens()
 
 
@@ -259,27 +260,39 @@ class Scheduler:
         return plan
 
     def _candidates(self, probes: list[_Probe]) -> Iterator[Waiting]:
-        """The counts of the waiting queue, head first, each with the prefix hits that it would get now."""
+        """The counts of the waiting queue, head first, each with the prefix hits that it would get now.
+
+        The policy asks for one only while it has tokens left, so whoever runs or was asked for before it computes all
+        its known tokens in this step: those are hits too.
+        """
+        promised: dict[BlockHash, Promise] = {}
+        for sequence in self._running:
+            if sequence.num_pending_tokens > 1:
+                self._kv.promise(sequence, sequence.num_published, promised)
         for sequence in self._waiting:
             hits = self._kv.find_hits(sequence)
-            probes.append((sequence, hits))
+            joined = self._kv.find_promised(sequence, len(hits), promised)
+            probes.append((sequence, hits, joined))
+            num_hits = len(hits) + len(joined)
             yield Waiting(
-                sequence.num_target_tokens - len(hits) * self._block_size,
-                self._kv.num_blocks_taken(sequence, hits),
+                sequence.num_target_tokens - num_hits * self._block_size,
+                self._kv.num_blocks_taken(sequence, hits) - len(joined),
             )
+            self._kv.promise(sequence, num_hits, promised)
 
     def _commit(self, decision: Decision, probes: list[_Probe]) -> list[ScheduledRequest]:
         """Preempt, adopt every hit, then take fresh blocks. Decodes come first in the plan."""
         for _ in range(decision.num_preempted):
             self._preempt(self._running.pop_last())
         admitted = probes[: len(decision.admissions)]
-        for sequence, hits in admitted:
+        for sequence, hits, _ in admitted:
             self._kv.adopt(sequence, hits)
         scheduled = self._share_decodes(decision.grants)
         for sequence, num_tokens in zip(self._running, decision.grants, strict=False):
             if num_tokens and not sequence.is_decoding:
                 scheduled.append(self._share(sequence, num_tokens))
-        for (sequence, _), num_tokens in zip(admitted, decision.admissions, strict=True):
+        for (sequence, _, joined), num_tokens in zip(admitted, decision.admissions, strict=True):
+            self._kv.join(sequence, joined)
             self._admit(sequence)
             scheduled.append(self._share(sequence, num_tokens, is_new=True))
         return scheduled

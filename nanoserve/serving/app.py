@@ -19,6 +19,12 @@ ENGINE_CPUS = 0.1
 
 ROUTER_CPUS = 0.1
 
+ROUTER_END_S = 20.0
+"""A stopping router ends its streams itself after ``drain_s``; this much later Serve would."""
+
+QUEUED_STEPS = 4
+"""Steps of waiting prompt tokens for each engine, beyond which another one is called for."""
+
 
 def build(args: ServingArgs) -> Application:
     """The Serve builder: ``import_path: nanoserve.serving:build``.
@@ -41,7 +47,7 @@ def assemble(args: ServingArgs, make_engine: EngineFactory, make_app: MakeApp) -
         num_replicas=args.num_routers,
         max_ongoing_requests=10 * args.max_open_requests,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=args.drain_s + 5.0,
+        graceful_shutdown_timeout_s=args.drain_s + ROUTER_END_S,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
     )
     num_siblings = sum(model.max_replicas or model.num_replicas for model in args.served)
@@ -76,17 +82,22 @@ def _scale(args: ModelArgs) -> dict[str, Any]:
     if args.min_replicas is None or args.max_replicas is None:
         return {"num_replicas": args.num_replicas}
     policy = AutoscalingPolicy(
-        policy_function="nanoserve.serving.autoscaling:ByLoad",
-        policy_kwargs={"requests_per_replica": args.engine.max_num_seqs},
+        policy_function="nanoserve.serving.autoscaling:BySignals",
+        policy_kwargs={
+            "requests_per_replica": args.engine.max_num_seqs,
+            "queued_tokens_per_replica": QUEUED_STEPS * args.engine.max_num_batched_tokens,
+            "ttft_goal_s": args.ttft_goal_s,
+        },
     )
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=args.min_replicas,
+            initial_replicas=max(1, args.min_replicas),
             max_replicas=args.max_replicas,
             metrics_interval_s=1.0,
             look_back_period_s=5.0,
-            upscale_delay_s=3.0,
-            downscale_delay_s=60.0,
+            upscale_delay_s=args.upscale_delay_s,
+            downscale_delay_s=args.downscale_delay_s,
             policy=policy,
         )
     }

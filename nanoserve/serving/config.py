@@ -15,7 +15,10 @@ ENGINE_KEYS = frozenset(field.name for field in fields(EngineArgs))
 class ModelArgs(BaseModel):
     """One model and its engines. Written flat: the fields of ``EngineArgs`` stand beside these.
 
-    ``num_replicas`` engines, or between ``min_replicas`` and ``max_replicas`` by load.
+    ``num_replicas`` engines, or between ``min_replicas`` and ``max_replicas`` by what the engines report: requests,
+    waiting tokens, KV blocks, and ``ttft_goal_s``, the seconds that a request may wait for its first step. A signal has
+    to last for ``upscale_delay_s`` or ``downscale_delay_s``. With ``min_replicas`` 0 idle engines go, and requests wait
+    at the door for one to come back.
     ``num_cpus`` and ``num_gpus`` are what Ray reserves for one engine; None: a little CPU, and a GPU if there is one.
     """
 
@@ -24,8 +27,11 @@ class ModelArgs(BaseModel):
     engine: EngineArgs = EngineArgs()
     served_model_name: str | None = None
     num_replicas: int = Field(default=1, ge=1)
-    min_replicas: int | None = Field(default=None, ge=1)
+    min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
+    upscale_delay_s: float = Field(default=3.0, ge=0)
+    downscale_delay_s: float = Field(default=60.0, ge=0)
+    ttft_goal_s: float | None = Field(default=None, gt=0)
     num_cpus: float | None = Field(default=None, ge=0)
     num_gpus: float | None = Field(default=None, ge=0)
 
@@ -59,6 +65,11 @@ class ModelArgs(BaseModel):
         return self
 
     @property
+    def sleeps(self) -> bool:
+        """Whether there may be no engine while nobody asks."""
+        return self.min_replicas == 0
+
+    @property
     def name(self) -> str:
         """What requests call the model."""
         return self.served_model_name or self.engine.model
@@ -68,7 +79,8 @@ class ServingArgs(ModelArgs):
     """Arguments of ``nanoserve.serving:build``: one model, written beside these, or several in ``models``.
 
     ``num_routers`` doors serve all models. ``drain_s``: how long a stopping router lets its streams run before it ends
-    them.
+    them. A request waits ``engine_wait_s`` for an engine, ``cold_start_wait_s`` where engines may sleep, and
+    ``failover_wait_s`` after it lost one.
     """
 
     models: tuple[ModelArgs, ...] = ()
@@ -78,6 +90,7 @@ class ServingArgs(ModelArgs):
     max_open_requests: int = Field(default=2048, ge=1)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     engine_wait_s: float = Field(default=10.0, ge=0)
+    cold_start_wait_s: float = Field(default=600.0, ge=0)
     failover_wait_s: float = Field(default=60.0, ge=0)
     door_grace_s: float = Field(default=5.0, ge=0)
     drain_s: float = Field(default=30.0, ge=0)

@@ -12,7 +12,7 @@ a request's context when that request's client leaves.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -195,11 +195,16 @@ class FeedDoor:
         config: DoorConfig,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """``wake`` is given where there may be no engine while nobody asks; it returns when there is one."""
         self._transport = transport
         self._config = config
         self._observer = observer
         self._clock = clock
+        self._wake = wake
+        self._waking: asyncio.Task[None] | None = None
+        self._card: EngineCard | None = None
         self._peers: dict[str, Peer] = {}
         self._kv = KVIndex()
         self._listed: frozenset[str] = frozenset()
@@ -248,21 +253,39 @@ class FeedDoor:
         return len(self._open)
 
     def card(self) -> EngineCard | None:
-        """What the engines are; all of one door serve the same model, so any will do."""
-        return next((peer.card for peer in self._peers.values() if peer.card), None)
+        """What the engines are, or were; all of one door serve the same model, so any will do."""
+        return self._card
 
     def trouble(self) -> str | None:
         """Why no request could be served now; None when one could."""
         if self._draining:
             return "The service is shutting down."
-        if any(self._serves(peer) for peer in self._peers.values()):
+        if any(self._serves(peer) for peer in self._peers.values()) or self._sleeps():
             return None
         reasons = [self._reason(peer) for peer in self.peers]
         return " ".join(reasons) or "No engine has started yet."
 
+    def wake(self) -> None:
+        """See to it that there is an engine, where they may sleep."""
+        if self._wake is not None and (self._waking is None or self._waking.done()):
+            self._waking = self._spawn(self._wake_one(self._wake))
+
+    async def _wake_one(self, wake: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await wake()
+        except Exception as error:  # whatever Serve raises; who waits for the engine wakes it again
+            logger.warning("waking an engine failed error=%.200r", error)
+
+    def _sleeps(self) -> bool:
+        return self._wake is not None and self._card is not None and not self.peers
+
     async def drain(self, seconds: float) -> None:
         """Take no new request; end those still open after ``seconds`` with an error."""
         self._draining = True
+        await self.run_out(seconds)
+
+    async def run_out(self, seconds: float) -> None:
+        """End with an error what is still open after ``seconds``; new requests are taken until then."""
         if self._open:
             self._emptied.clear()
             with suppress(TimeoutError):
@@ -357,6 +380,7 @@ class FeedDoor:
             self._lose(peer, "The engine forgot this door.", readopt_after_s=0.1)
             return
         peer.card, peer.seq, peer.heard_s, peer.num_breaks = hello.card, hello.seq, self._clock(), 0
+        self._card = hello.card
         if not hello.resumed:
             self._kv.reset(peer.peer_id, hello.blocks)
         if peer.state is PeerState.NEW:
@@ -428,6 +452,7 @@ class FeedDoor:
                     return serving[load.key]
             if serving:
                 raise min(full.values(), key=lambda error: error.retry_after_s)
+            self.wake()
             try:
                 async with asyncio.timeout(give_up_s - self._clock()):
                     self._changed.clear()

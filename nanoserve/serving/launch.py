@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -128,17 +129,16 @@ class _Run:
         self._launch = launch
         self._signals = signals
         self._proxy = proxy
-        self._began_s = time.monotonic()
+        self._marks_s = [time.monotonic()]
         self._serving = False
         self._failed = False
         self._ray = PrivateRay()
 
     def start(self) -> None:
         try:
-            self._start_ray()
-            self._deploy()
-            self._wait_until_running()
-            self._wait_until_answering()
+            for part in (self._start_ray, self._deploy, self._wait_until_running, self._wait_until_answering):
+                part()
+                self._marks_s.append(time.monotonic())
         except Exception as error:
             if self._signals.count:  # raised inside Ray's native code, it comes out as something else
                 raise StopRequested from None
@@ -186,7 +186,7 @@ class _Run:
         give_up_s = time.monotonic() + 60
         while time.monotonic() < give_up_s:
             try:
-                reply = httpx.get(f"{self.url}/health", timeout=10)
+                reply = httpx.get(f"{self.url}{self._prefix}/health", timeout=10)
                 reason = reply.text[:200]
                 if reply.status_code == 200:
                     return
@@ -199,12 +199,23 @@ class _Run:
         name = _names(self._launch.apps[0])[0]
         key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if self._launch.apps[0].args.get("api_keys") else ""
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is 12 + 7?"}}]}}'
-        prefix = self._launch.apps[0].route_prefix.rstrip("/")
-        _say(f"Ready in {time.monotonic() - self._began_s:.1f} s on {self.url}. Stop with Ctrl-C. Try:\n")
+        _say(f"Ready in {self._cold_start()} on {self.url}. Stop with Ctrl-C. Try:\n")
         _say(
-            f"  curl {self.url}{prefix}/v1/chat/completions{key} \\\n"
+            f"  curl {self.url}{self._prefix}/v1/chat/completions{key} \\\n"
             f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
         )
+
+    def _cold_start(self) -> str:
+        """How long the start took, and its parts. The engines' own are those of the first."""
+        ray_s, serve_s, engine_s, http_s = (b - a for a, b in pairwise(self._marks_s))
+        model = httpx.get(f"{self.url}{self._prefix}/health", timeout=10).json().get("model") or {}
+        own = f": imports {model['imports_s']:.1f}, model {model['load_s']:.1f}" if "load_s" in model else ""
+        parts = f"Ray {ray_s:.1f}, Serve {serve_s:.1f}, engines {engine_s:.1f}{own}, HTTP {http_s:.1f}"
+        return f"{self._marks_s[-1] - self._marks_s[0]:.1f} s ({parts})"
+
+    @property
+    def _prefix(self) -> str:
+        return self._launch.apps[0].route_prefix.rstrip("/")
 
     @property
     def url(self) -> str:

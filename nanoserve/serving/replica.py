@@ -111,6 +111,7 @@ class EngineReplica:
         self._link = LinkServer(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = StepStats()
+        self._queue_s = 0.0
         self._cached: set[int] = set()
         self._beat_s = 0.0
         # Ray sets OMP_NUM_THREADS to the CPUs it reserved, which is one: the engine must be told.
@@ -162,7 +163,18 @@ class EngineReplica:
             raise RuntimeError(f"The engine is {health.state}: {health.reason}")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"running": float(self._stats.num_running), "waiting": float(self._stats.num_waiting)}
+        """The signals of ``autoscaling``."""
+        stats = self._stats
+        return {
+            "running": float(stats.num_running),
+            "waiting": float(stats.num_waiting),
+            "waiting_tokens": float(stats.num_waiting_tokens),
+            "kv_usage": 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+            "queue_s": self._queue_s,
+        }
+
+    async def wake(self) -> None:
+        """Nothing: while there is no engine, Serve starts one for the sake of this call."""
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What Serve tells every door of this replica: where to call."""
@@ -188,6 +200,8 @@ class EngineReplica:
 
     def _fan_out(self, update: Update) -> None:
         self._stats = update.stats
+        for queue_s in update.stats.queue_times_s:
+            self._queue_s += 0.2 * (queue_s - self._queue_s)
         self._cached.difference_update(update.stats.blocks_evicted)
         self._cached.update(update.stats.blocks_published)
         by_door: dict[str, list[RequestOutput]] = {}
@@ -275,10 +289,12 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
     """
     from dataclasses import asdict
 
+    began_s = time.monotonic()
     from nanoserve.engine.async_engine import AsyncEngine
     from nanoserve.engine.core import EngineCore
     from nanoserve.model.build import build
 
+    imported_s = time.monotonic()
     loaded = build(args)
     core = EngineCore(loaded.runner, loaded.scheduler, cache_salt=loaded.info.name)
     card = EngineCard(
@@ -289,6 +305,7 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         block_size=loaded.scheduler.block_size,
         cache_salt=loaded.info.name,
         max_num_seqs=loaded.scheduler.max_num_seqs,
-        info=asdict(loaded.info),
+        info=asdict(loaded.info)
+        | {"imports_s": round(imported_s - began_s, 2), "load_s": round(time.monotonic() - imported_s, 2)},
     )
     return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card

@@ -38,8 +38,46 @@ def test_many_cold_copies_of_one_prompt() -> None:
     driver = Driver(make_config(num_blocks=40, max_num_batched_tokens=64))
     for i in range(8):
         driver.add(make_request(f"r{i}", 8))
+    assert driver.step().stats.num_scheduled_tokens == 8 + 7 * 4, "the first computes its prompt, the others their ends"
     driver.run()
     assert len({tuple(answer.token_ids) for answer in driver.answers.values()}) == 1
+    assert [driver.num_cached[f"r{i}"] for i in range(8)] == [0] + [4] * 7
+
+
+def test_cold_copies_fit_a_pool_that_holds_their_prompt_once() -> None:
+    driver = Driver(make_config(num_blocks=5, max_num_batched_tokens=64))
+    for i in range(3):
+        driver.add(make_request(f"r{i}", [1] * 8 + [i], max_tokens=1))
+    assert len(driver.step().outputs) == 3
+    driver.run()
+
+
+def test_a_prompt_in_the_middle_of_its_chunks_is_shared_by_who_comes_with_its_last_chunk() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.add(make_request("long", [2] * 13, max_tokens=1))
+    driver.step()
+    driver.add(make_request("same", [2] * 13, max_tokens=1))
+    assert {output.request_id for output in driver.step().outputs} == {"long", "same"}
+    driver.run()
+    assert driver.num_cached["same"] == 12
+
+
+def test_blocks_joined_in_a_step_outlive_the_request_that_computed_them() -> None:
+    """The first is aborted while the step runs; the second, which reads its blocks, files them."""
+    config = make_config(max_num_batched_tokens=64)
+    scheduler, executor = Scheduler(config), FakeExecutor(config)
+    for request_id in ("gone", "stays"):
+        scheduler.add(make_request(request_id, 9, max_tokens=2))
+    plan = scheduler.schedule()
+    result = executor.execute(plan)
+    scheduler.abort("gone")
+    scheduler.update(plan, result)
+    scheduler.check_invariants()
+    assert scheduler.stats().num_cached_blocks == 2
+    plan = scheduler.schedule()
+    outputs = scheduler.update(plan, executor.execute(plan))
+    assert [output.request_id for output in outputs if output.new_token_ids] == ["stays"]
+    assert scheduler.stats().num_free_blocks == config.num_blocks
 
 
 def test_an_earlier_grant_does_not_evict_the_block_that_a_later_one_counted_as_a_hit() -> None:

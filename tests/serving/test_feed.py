@@ -396,3 +396,37 @@ async def test_engines_share_the_threads_that_the_machine_grants(monkeypatch: py
     for args, siblings in ((EngineArgs(), 1), (EngineArgs(), 4), (EngineArgs(), 9), (EngineArgs(num_threads=5), 4)):
         replica.EngineReplica(args, make_engine, siblings)._engine.stop()
     assert granted == [6, 1, 1, 5]
+
+
+async def test_a_request_that_finds_all_asleep_wakes_an_engine_and_waits_for_it(rig: Rig) -> None:
+    """Where idle engines go, the door without one is well; the first request wakes one, and its answer is right."""
+    calls, awake = list[float](), asyncio.Event()
+
+    async def wake() -> None:
+        calls.append(asyncio.get_running_loop().time())
+        await awake.wait()
+
+    rig.door = FeedDoor(rig.transport, replace(QUICK, engine_wait_s=5.0), rig.log, wake=wake)
+    await rig.join("a")
+    rig.leave("a")
+    await until(lambda: not rig.door.peers)
+    assert rig.door.trouble() is None, "asleep is not ill"
+    assert not calls
+    asked = [request(f"r{i}", seed=i) for i in range(2)]
+    answers = [asyncio.create_task(ask(rig, each)) for each in asked]
+    await until(lambda: bool(calls))
+    await rig.join("b")
+    awake.set()
+    assert await asyncio.gather(*answers) == [answer(each) for each in asked]
+    assert len(calls) == 1
+
+
+async def test_what_outlasts_a_running_out_ends_with_an_error_and_newcomers_are_still_taken(rig: Rig) -> None:
+    await rig.join("a")
+    stream = await rig.door.open(request("long", 2000))
+    running_out = asyncio.create_task(rig.door.run_out(0.3))
+    await ask(rig, request("late", 3))
+    _, last = await read(stream)
+    assert last.error is not None
+    assert last.error[0] == "service_unavailable_error"
+    await running_out

@@ -13,11 +13,12 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from nanoserve.serving import launch, proxy
-from nanoserve.serving.autoscaling import ByLoad
+from nanoserve.serving.autoscaling import BySignals
 from nanoserve.serving.engine_router import EngineRouter
 
 SERVE_FOLDER = Path(inspect.getfile(serve)).parent
@@ -49,6 +50,7 @@ def test_handles_can_stream_pin_cancel_and_broadcast() -> None:
     assert parameters(DeploymentResponseGenerator.cancel) == ["self"]
     assert parameters(DeploymentHandle.broadcast)[:2] == ["self", "method_name"]
     assert inspect.iscoroutinefunction(DeploymentBroadcastResponse.results_async)
+    assert issubclass(DeploymentUnavailableError, Exception)
 
 
 def test_deployments_take_what_app_gives_them() -> None:
@@ -68,10 +70,10 @@ def test_deployments_take_what_app_gives_them() -> None:
     } <= taken
     assert "request_router_class" in RequestRouterConfig.model_fields
     policy = AutoscalingPolicy(
-        policy_function="nanoserve.serving.autoscaling:ByLoad", policy_kwargs={"requests_per_replica": 4}
+        policy_function="nanoserve.serving.autoscaling:BySignals", policy_kwargs={"requests_per_replica": 4}
     )
     assert AutoscalingConfig(min_replicas=1, max_replicas=3, policy=policy).max_replicas == 3
-    assert policy.get_policy().__name__ == "ByLoad"
+    assert policy.get_policy().__name__ == "BySignals"
 
 
 def test_an_app_may_be_bound_late() -> None:
@@ -110,13 +112,34 @@ def test_haproxys_file_has_the_lines_that_we_correct() -> None:
     assert len(binds) == 4, "a new listener: is it on the loopback?"
 
 
-def test_the_policy_follows_the_engines_reports() -> None:
+def decide(num_now: int, *, low: int = 1, ttft_goal_s: float | None = None, **signals: float) -> int:
+    """The policy's word on four engines at most, each of them with these signals."""
+
     class Context:
-        aggregated_metrics = {"running": {"a": 5.0, "b": 2.0}, "waiting": {"a": 2.0}}  # noqa: RUF012
-        capacity_adjusted_min_replicas = 1
+        aggregated_metrics = {  # noqa: RUF012
+            name: {str(i): value for i in range(num_now)} for name, value in signals.items()
+        }
+        current_num_replicas = num_now
+        capacity_adjusted_min_replicas = low
         capacity_adjusted_max_replicas = 4
 
-    assert ByLoad(4)(Context())[0] == 3
-    assert ByLoad(1)(Context())[0] == 4
-    Context.aggregated_metrics = {}
-    assert ByLoad(4)(Context())[0] == 1
+    policy = BySignals(requests_per_replica=4, queued_tokens_per_replica=1000, ttft_goal_s=ttft_goal_s)
+    return policy(Context())[0]
+
+
+def test_the_policy_follows_the_most_demanding_signal() -> None:
+    assert decide(1, running=4.0, waiting=5.0) == 3
+    assert decide(1, running=40.0) == 4
+    assert decide(1, running=1.0, waiting=1.0, waiting_tokens=1500.0) == 2
+    assert decide(1, running=1.0, waiting=1.0, kv_usage=1.0) == 2
+    assert decide(1, running=1.0, kv_usage=1.0) == 1, "a full pool without a queue is a good pool"
+    assert decide(2, running=1.0, waiting=1.0, queue_s=3.0, ttft_goal_s=2.0) == 3
+    assert decide(2, running=1.0, waiting=1.0, queue_s=3.0) == 2
+
+
+def test_the_policy_lets_engines_go_with_a_margin() -> None:
+    assert decide(3, running=2.4) == 3, "two engines would carry 7.2 requests, but hardly"
+    assert decide(3, running=1.8) == 2
+    assert decide(3) == 1
+    assert decide(1, low=0) == 0
+    assert decide(1, low=0, running=1.0) == 1
