@@ -106,7 +106,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     if device.type == "cuda":
         refuse_on_cuda(args)
     if args.deterministic:
-        _require_deterministic(backend.name, kernels)
+        _require_deterministic(backend.name, kernels, args.quantization)
     architecture = as_stored(config.architecture, tensor_names(folder))
     with device:  # tensors of the network are made there
         network = network_class(architecture)(
@@ -168,13 +168,15 @@ def _set_threads(count: int) -> None:
         kernels.set_threads(count)
 
 
-def _require_deterministic(backend_name: str, kernels: Kernels) -> None:
+def _require_deterministic(backend_name: str, kernels: Kernels, quantization: str) -> None:
     """Native kernels give each row the same bits in any company; torch's products and attention do not."""
     reason = None
     if library() is None:
         reason = why_not()
     elif backend_name != "native":
         reason = f"the attention backend is {backend_name}"
+    elif quantization == "fp8":
+        reason = "8-bit floats are multiplied by torch"
     elif not isinstance(kernels, NativeKernels):
         reason = "the sizes of this model's rows are no multiples of 16"
     if reason is not None:

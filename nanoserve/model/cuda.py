@@ -11,12 +11,13 @@ from nanoserve.model.attention.base import AttentionBackend, ForwardBatch
 from nanoserve.model.config import ModelConfig
 from nanoserve.model.kernels.triton import why_not
 from nanoserve.model.kv_cache import KVPool
+from nanoserve.model.quant import fp8
 from nanoserve.model.runner import GraphsFactory, Network
 from nanoserve.model.sampling_table import SamplingTable
 
 logger = logging.getLogger(__name__)
 
-_ON_CUDA = ("none",)  # ways to store weights that a GPU multiplies in
+_ON_CUDA = ("none", "fp8")  # ways to store weights that a GPU multiplies in
 
 
 def refuse_on_cuda(args: EngineArgs) -> None:
@@ -30,6 +31,8 @@ def refuse_on_cuda(args: EngineArgs) -> None:
             f"`quantization` {args.quantization} is not built for CUDA; choose from: {', '.join(_ON_CUDA)}.",
             param="quantization",
         )
+    if args.quantization == "fp8" and (reason := fp8.why_not(torch.device("cuda"))) is not None:
+        raise ConfigError(f"`quantization` fp8 cannot be used here: {reason}.", param="quantization")
     if (reason := why_not(torch.device("cuda"))) is not None:
         raise ConfigError(f"`device` cuda needs Triton's kernels: {reason}.", param="device")
 
