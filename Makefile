@@ -51,7 +51,7 @@ demo-eval: .venv/test
 lock:
 	uv pip compile --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet \
 		--extra test pyproject.toml -o .venv/all.lock
-	{ head -2 requirements.lock; grep -v "^nvidia-\|^cuda-\|^triton==" .venv/all.lock; } > .venv/new.lock
+	{ head -2 requirements.lock; grep -v "^nvidia-\|^cuda-" .venv/all.lock; } > .venv/new.lock
 	mv .venv/new.lock requirements.lock
 
 clean:

@@ -12,7 +12,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute (default: auto)")
     group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto, the checkpoint's own)")
-    group.add_argument("--quantization", help="how weights are stored: none, int8 or int4 (default: none)")
+    group.add_argument("--quantization", help="how weights are stored: none, int8, int4 or fp8 (default: none)")
     group.add_argument(
         "--deterministic", action="store_const", const=True,
         help="refuse to start unless logits are the same to the last bit in any batch",

@@ -50,7 +50,7 @@ def _add_bias(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries:
     if named:
         places = _places([(i, adjustment.bias_ids) for i, adjustment in named])
         values = np.concatenate([adjustment.bias_values for _, adjustment in named])
-        logits[places] += torch.from_numpy(values).to(logits.dtype)
+        logits[places] += torch.from_numpy(values).to(logits)
 
 
 def _penalize(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries: IntArray) -> None:
@@ -67,8 +67,8 @@ def _penalize(logits: Tensor, table: SamplingTable, batch: SampleBatch, entries:
             settings.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
     if ids:
         sizes = [len(row_ids) for _, row_ids in ids]
-        repeated = torch.from_numpy(np.repeat(np.array(settings), sizes, axis=0)).to(logits.dtype)
-        _penalize_places(logits, _places(ids), torch.from_numpy(np.concatenate(counts)).to(logits.dtype), repeated)
+        repeated = torch.from_numpy(np.repeat(np.array(settings), sizes, axis=0)).to(logits)
+        _penalize_places(logits, _places(ids), torch.from_numpy(np.concatenate(counts)).to(logits), repeated)
 
 
 def _penalize_places(logits: Tensor, places: tuple[Tensor, Tensor], counts: Tensor, settings: Tensor) -> None:
@@ -113,7 +113,7 @@ def _places(ids: Sequence[tuple[int, IntArray]]) -> tuple[Tensor, Tensor]:
 
 def _mask_disallowed(logits: Tensor, entries: IntArray, bitmask: Tensor) -> None:
     bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
-    disallowed = torch.from_numpy(bits == 0)
+    disallowed = torch.from_numpy(bits == 0).to(logits.device)
     if len(entries) == len(logits):
         logits.masked_fill_(disallowed, float("-inf"))
     else:

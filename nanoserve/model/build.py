@@ -16,6 +16,7 @@ from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_clas
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
 from nanoserve.model.config import ModelConfig, load_config
+from nanoserve.model.cuda import decode_graphs, free_bytes, refuse_on_cuda
 from nanoserve.model.folder import resolve_model
 from nanoserve.model.grammar import GrammarTable, GrammarTokenizer
 from nanoserve.model.info import ModelInfo
@@ -107,26 +108,31 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     dtype = _dtype(args.dtype, config.dtype)
     max_model_len = _max_model_len(args.max_model_len, config)
     method = MeasuredMethod(linear_method(args.quantization))
-    backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype))
-    kernels = choose_kernels(*config.row_sizes)
+    device = _device(args.device)
+    backend, rejected = choose_backend(args.attention_backend, _attention_spec(args, config, dtype, device))
+    kernels = choose_kernels(*config.row_sizes, device=device)
+    if device.type == "cuda":
+        refuse_on_cuda(args)
     if args.deterministic:
-        _require_deterministic(backend.name, kernels)
+        _require_deterministic(backend.name, kernels, args.quantization)
     architecture = as_stored(config.architecture, tensor_names(folder))
-    network = network_class(architecture)(
-        config,
-        dtype=dtype,
-        method=method,
-        backend=backend,
-        kernels=kernels,
-        max_positions=max_model_len,
-        collective=collective,
-    )
+    with device:  # tensors of the network are made there
+        network = network_class(architecture)(
+            config,
+            dtype=dtype,
+            method=method,
+            backend=backend,
+            kernels=kernels,
+            max_positions=max_model_len,
+            collective=collective,
+        )
     num_parameters, loaded_bytes = _load(network, folder)
     own_bytes = loaded_bytes - method.saved_bytes
-    num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len)
+    free = free_bytes(network, backend, config, args, device) if device.type == "cuda" else None
+    num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len, free=free)
     num_blocks, weights_bytes = agree(num_blocks, own_bytes)
     pool, tiers, scheduler, memory = _allocate(
-        args, backend, config, max_model_len=max_model_len, num_blocks=num_blocks, weights_bytes=own_bytes
+        args, backend, config, device, max_model_len=max_model_len, num_blocks=num_blocks, weights_bytes=own_bytes
     )
     token_bytes = _token_bytes(backend, config, args.block_size)
     info = ModelInfo(
@@ -147,14 +153,14 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
     logger.info("memory: %s", memory)
-    batch = InputBatch(
-        max_num_seqs=args.max_num_seqs,
-        max_blocks_per_request=-(-scheduler.max_model_len // args.block_size),
-        block_size=args.block_size,
-    )
+    max_blocks = -(-scheduler.max_model_len // args.block_size)
+    batch = InputBatch(max_num_seqs=args.max_num_seqs, max_blocks_per_request=max_blocks, block_size=args.block_size)
     if collective.rank:
         shard = ShardRunner(network, backend, pool, batch=batch, tiers=tiers)
         return LoadedModel(runner=shard, scheduler=scheduler, info=info, compile_grammar=lambda _: None)
+    graphs = None
+    if collective.size == 1:  # a capture runs steps that the shards know nothing of
+        graphs = decode_graphs(args, network, backend, pool, max_blocks=max_blocks)
     grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
@@ -165,6 +171,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         max_num_seqs=args.max_num_seqs,
         tiers=tiers,
         memory=memory,
+        graphs=graphs,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info, compile_grammar=grammars.compiled)
 
@@ -175,27 +182,29 @@ def _set_threads(count: int) -> None:
         kernels.set_threads(count)
 
 
-def _require_deterministic(backend_name: str, kernels: Kernels) -> None:
+def _require_deterministic(backend_name: str, kernels: Kernels, quantization: str) -> None:
     """Native kernels give each row the same bits in any company; torch's products and attention do not."""
     reason = None
     if library() is None:
         reason = why_not()
     elif backend_name != "native":
         reason = f"the attention backend is {backend_name}"
+    elif quantization == "fp8":
+        reason = "8-bit floats are multiplied by torch"
     elif not isinstance(kernels, NativeKernels):
         reason = "the sizes of this model's rows are no multiples of 16"
     if reason is not None:
         raise ConfigError(f"`deterministic` needs the native kernels throughout: {reason}.", param="deterministic")
 
 
-def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype) -> AttentionSpec:
+def _attention_spec(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=args.block_size,
         dtype=dtype,
-        device=_device(args.device),
+        device=device,
         kv_cache_dtype=args.kv_cache_dtype,
     )
 
@@ -240,12 +249,13 @@ def _dtype(wanted: str, stored: str) -> torch.dtype:
 
 
 def _device(wanted: str) -> torch.device:
-    if wanted == "cuda":
-        reason = "there is no CUDA device here" if not torch.cuda.is_available() else "it is not built yet"
-        raise ConfigError(f"`device` cuda cannot be used: {reason}.", param="device")
-    if wanted not in ("auto", "cpu"):
+    """A GPU for "auto" where there is one."""
+    if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"`device` must be auto, cpu or cuda. Given: {wanted!r}.", param="device")
-    return torch.device("cpu")
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("`device` cuda cannot be used: there is no CUDA device here.", param="device")
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda and wanted != "cpu" else torch.device("cpu")
 
 
 def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
@@ -262,12 +272,15 @@ def _token_bytes(backend: AttentionBackend, config: ModelConfig, block_size: int
     return elements * backend.kv_dtype.itemsize // block_size
 
 
-def _count_blocks(args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int) -> int:
-    """The KV blocks that the memory settings buy on this rank."""
+def _count_blocks(
+    args: EngineArgs, backend: AttentionBackend, config: ModelConfig, *, max_model_len: int, free: int | None
+) -> int:
+    """The KV blocks that the memory settings buy on this rank; ``free``: bytes that its GPU has left for them."""
     return count_blocks(
         args,
         block_bytes=_token_bytes(backend, config, args.block_size) * args.block_size,
         max_useful_blocks=-(-max_model_len // args.block_size) * args.max_num_seqs,
+        free_on_device=free,
     )
 
 
@@ -275,6 +288,7 @@ def _allocate(
     args: EngineArgs,
     backend: AttentionBackend,
     config: ModelConfig,
+    device: torch.device,
     *,
     max_model_len: int,
     num_blocks: int,
@@ -294,7 +308,7 @@ def _allocate(
         disk_tier_bytes=parse_bytes(args.kv_disk_memory) if args.kv_disk_memory is not None else 0,
     )
     with explained(memory, at_start=True):
-        pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks)
+        pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks, device=device)
         tiers, num_host_blocks, num_disk_blocks = KVTiers.allocate(args, pool.blocks)
     scheduler = SchedulerConfig(
         num_blocks=num_blocks,

@@ -186,6 +186,10 @@ class GrammarTable:
     def release(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
+    def binds(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether any of these requests has a grammar."""
+        return any(request.request_id in self._matchers for request in scheduled) if self._matchers else False
+
     def begin(self, scheduled: Sequence[ScheduledRequest]) -> Callable[[], Allowed | None]:
         """Starts the masks of a step, while the caller runs the network; the call that it returns waits for them.
 

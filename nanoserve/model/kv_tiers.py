@@ -21,6 +21,7 @@ from nanoserve.core.config import EngineArgs, parse_bytes
 from nanoserve.core.errors import ConfigError
 from nanoserve.core.plan import BlockCopy
 from nanoserve.model.kernels.native import memory
+from nanoserve.model.kernels.triton import why_not
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,11 @@ class KVTiers:
 
     def _copy(self, group: Sequence[BlockCopy]) -> None:
         source, target = self._stores[group[0].source], self._stores[group[0].target]
+        if (source.is_cuda or target.is_cuda) and why_not(self._stores["device"].device) is None:
+            from nanoserve.model.kernels.triton.blocks import copy_blocks
+
+            copy_blocks(source, target, [(copy.source_block_id, copy.target_block_id) for copy in group])
+            return
         sources = torch.tensor([copy.source_block_id for copy in group], device=source.device)
         targets = torch.tensor([copy.target_block_id for copy in group], device=target.device)
         target[targets] = source[sources].to(target.device)

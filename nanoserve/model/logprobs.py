@@ -16,13 +16,13 @@ def score(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> l
     """
     width = min(max(num_top), logits.shape[1])
     logits = BlockedLogits.widen(logits)
-    tokens = torch.tensor(token_ids)[:, None]
+    tokens = torch.tensor(token_ids, device=logits.device)[:, None]
     normalizer = logits.logsumexp(dim=1, keepdim=True)
     chosen = logits.gather(1, tokens)
     ranks = (logits > chosen).sum(dim=1) + 1
     tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     if width:
-        values, ids = BlockedLogits(logits).top(torch.arange(len(token_ids)), width)
+        values, ids = BlockedLogits(logits).top(torch.arange(len(token_ids), device=logits.device), width)
         pairs = zip(ids.tolist(), (values - normalizer).tolist(), strict=True)
         tops = [list(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]
     rows = zip(token_ids, (chosen - normalizer)[:, 0].tolist(), ranks.tolist(), tops, num_top, strict=True)

@@ -47,6 +47,17 @@ class Network(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class Graphs(Protocol):
+    """Runs whole steps of single tokens (``cuda_graph.py``)."""
+
+    def takes(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> bool: ...
+
+    def run(self, batch: ForwardBatch, rows: IntArray) -> list[int]: ...
+
+
+GraphsFactory = Callable[[SamplingTable], Graphs]
+
+
 class ModelRunner:
     """Owns KV tensors and the mirror of the batch; called by one thread.
 
@@ -64,6 +75,7 @@ class ModelRunner:
         max_num_seqs: int,
         tiers: KVTiers | None = None,
         memory: MemoryTable | None = None,
+        graphs: GraphsFactory | None = None,
     ) -> None:
         self._network = network
         self._backend = backend
@@ -73,7 +85,9 @@ class ModelRunner:
         self._batch = batch
         self._grammars = grammars
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(self._table)
+        self._device = pool.layers[0].device
+        self._sampler = Sampler(self._table, self._device)
+        self._graphs = graphs(self._table) if graphs is not None else None
         self.num_beats = 0
         self._states: dict[str, AdmittedState] = {}
 
@@ -95,6 +109,11 @@ class ModelRunner:
         self._admit(plan.scheduled)
         rows = self._batch.rows(plan.scheduled)
         batch = self._batch.build(plan.scheduled, rows)
+        if (graphs := self._graphs_for(plan.scheduled, rows)) is not None:
+            tokens = graphs.run(batch, rows)
+            self.num_beats += len(self._pool.layers)
+            pairs = zip(plan.scheduled, tokens, strict=True)
+            return {request.request_id: SampledTokens(token_ids=(token,)) for request, token in pairs}
         masks = self._grammars.begin(plan.scheduled)
         hidden = self._forward(batch)
         sampled = self._sample(plan.scheduled, rows, batch, hidden, masks)
@@ -118,9 +137,16 @@ class ModelRunner:
                 self._table.admit(row, request.admitted)
                 self._grammars.admit(request.request_id, request.admitted)
 
+    def _graphs_for(self, scheduled: Sequence[ScheduledRequest], rows: IntArray) -> Graphs | None:
+        """What can run the step from end to end; None where it takes more than a graph holds."""
+        graphs = self._graphs
+        fits = graphs is not None and graphs.takes(scheduled, rows) and not self._grammars.binds(scheduled)
+        return graphs if fits else None
+
     def _forward(self, batch: ForwardBatch) -> Tensor:
         metadata = self._backend.prepare(batch)
-        return self._network.forward(batch.token_ids, batch.positions, self._beating_layers(), metadata)
+        token_ids, positions = batch.token_ids.to(self._device), batch.positions.to(self._device)
+        return self._network.forward(token_ids, positions, self._beating_layers(), metadata)
 
     def _beating_layers(self) -> Iterator[Tensor]:
         """The layers' KV, handed out one by one as the network comes to them, which shows that it moves."""

@@ -4,6 +4,7 @@ Settings that are off cost nothing: rows are grouped by what they need, and a ba
 argmax.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,13 @@ from nanoserve.model.adjustments import SampleBatch, adjust
 from nanoserve.model.blocked_logits import BlockedLogits
 from nanoserve.model.choice import Settings, choose
 from nanoserve.model.kernels.native import library
+from nanoserve.model.kernels.triton import why_not
 from nanoserve.model.logprobs import score
 from nanoserve.model.native_choice import NativeChoice
 from nanoserve.model.randomness import uniforms
 from nanoserve.model.sampling_table import OFF, IntArray, SamplingTable
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,11 @@ class Samples:
 
 
 class Sampler:
-    """Reads the sampling table, which the runner keeps."""
+    """Reads the sampling table, which the runner keeps. ``device``: where logits come from."""
 
-    def __init__(self, table: SamplingTable) -> None:
+    def __init__(self, table: SamplingTable, device: torch.device = _CPU) -> None:
         self._table = table
+        self._choose_on_device = _device_choice(table) if why_not(device) is None else None
         native = library()
         self._choose = _choose_in_torch if native is None else NativeChoice(native)
 
@@ -46,12 +51,17 @@ class Sampler:
         if batch.allowed is not None or table.is_adjusted[batch.rows].any():
             logits = logits.float()
             adjust(logits, table, batch)
-        tokens = self._choose(logits, self._settings(batch))
+        tokens = self._tokens(logits, batch)
         logprobs: dict[int, TokenLogprobs] = {}
         if raw is not None:
             entries = score(raw, tokens[scored].tolist(), num_logprobs[scored].tolist())
             logprobs = dict(zip(scored.tolist(), entries, strict=True))
         return Samples(tokens.tolist(), logprobs)
+
+    def _tokens(self, logits: Tensor, batch: SampleBatch) -> IntArray:
+        if self._choose_on_device is not None:
+            return self._choose_on_device(logits, batch)
+        return self._choose(logits.cpu(), self._settings(batch))
 
     def _settings(self, batch: SampleBatch) -> Settings:
         table, rows = self._table, batch.rows
@@ -62,6 +72,12 @@ class Sampler:
             log_min_p=table.log_min_p[rows],
             uniform=uniforms(table.seed[rows], batch.positions),
         )
+
+
+def _device_choice(table: SamplingTable) -> Callable[[Tensor, SampleBatch], IntArray]:
+    from nanoserve.model.device_choice import DeviceChoice
+
+    return DeviceChoice(table)
 
 
 def _choose_in_torch(logits: Tensor, settings: Settings) -> IntArray:

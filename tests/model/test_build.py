@@ -33,7 +33,7 @@ def args(folder: Path, **overrides: Any) -> EngineArgs:
     [
         ("tensor_parallel_size", 3, "must divide"),
         ("tensor_parallel_size", 0, "must be >= 1"),
-        ("quantization", "fp8", "not built yet"),
+        ("quantization", "fp4", "not built yet"),
         ("device", "cuda", "cuda"),
         ("device", "tpu", "tpu"),
         ("dtype", "float16", "float16"),

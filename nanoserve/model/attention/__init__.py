@@ -8,6 +8,8 @@ from nanoserve.model.attention.base import AttentionBackend, AttentionBackendCla
 BACKENDS: dict[str, str] = {
     "native": "nanoserve.model.attention.native:NativeAttention",
     "cpu": "nanoserve.model.attention.cpu:CpuAttention",
+    "flash_attn": "nanoserve.model.attention.flash_attn:FlashAttention",
+    "triton": "nanoserve.model.attention.triton:TritonAttention",
     "reference": "nanoserve.model.attention.reference:ReferenceAttention",
 }
 

@@ -46,7 +46,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
     ``rows`` [num_rows, size]; ``places`` int64 and ``weights`` float32 [num_tokens, num_chosen].
     """
-    total = torch.zeros(len(places), rows.shape[1])
+    total = torch.zeros(len(places), rows.shape[1], device=rows.device)
     for place, weight in zip(places.T, weights.T, strict=True):
         total.addcmul_(rows[place].float(), weight[:, None])
     return total.to(rows.dtype)

@@ -129,8 +129,10 @@ class SparseMoE:
         num_chosen = expert_ids.shape[1]
         flat = expert_ids.flatten()
         order = flat.argsort(stable=True)
-        ends = flat.bincount(minlength=self._num_experts).cumsum(0, dtype=torch.int32)
+        # Not by counting: bincount waits for the device, and a captured graph must not.
+        experts = torch.arange(self._num_experts, device=flat.device)
+        ends = torch.searchsorted(flat[order], experts, right=True, out_int32=True)
         inner = self._silu_and_mul(self.gate_up_proj(x[order // num_chosen], ends))
         places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        places[order] = torch.arange(len(order), device=order.device)
         return self._weighted_sum(self.down_proj(inner, ends), places.view_as(expert_ids), weights)

@@ -4,6 +4,7 @@ from functools import partial
 
 from nanoserve.core.errors import ConfigError
 from nanoserve.model.quant.base import LinearMethod, LinearMethodFactory
+from nanoserve.model.quant.fp8 import Float8Weights
 from nanoserve.model.quant.integer import IntegerWeights
 from nanoserve.model.quant.none import NoQuantization
 
@@ -11,6 +12,7 @@ LINEAR_METHODS: dict[str, LinearMethodFactory] = {
     "none": NoQuantization,
     "int8": partial(IntegerWeights, 8),
     "int4": partial(IntegerWeights, 4),
+    "fp8": Float8Weights,
 }
 
 

@@ -66,6 +66,19 @@ class GroupedExperts:
         return torch._grouped_mm(rows, self._weight, offs=ends)
 
 
+class TritonExperts:
+    """Full precision on a GPU (``kernels/triton/experts.py``), in one launch whose size is not up to the router."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.weight_bytes = weight.nbytes
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        from nanoserve.model.kernels.triton.experts import grouped_product
+
+        return grouped_product(rows, self._weight, ends)
+
+
 class NativeExperts:
     """Full precision in the panels of the native kernels (``kernels/native/experts.h``).
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.model.kernels.native import library
+from nanoserve.model.kernels.triton import why_not
 from nanoserve.model.quant.base import PreparedLinear
-from nanoserve.model.quant.experts import GroupedExperts, NativeExperts, PreparedExperts
+from nanoserve.model.quant.experts import GroupedExperts, NativeExperts, PreparedExperts, TritonExperts
 from nanoserve.model.quant.native import NativeLinear
 
 
@@ -65,6 +66,8 @@ class NoQuantization:
         return _PackedLinear(weight, bias) if can_pack(weight) else _PlainLinear(weight, bias)
 
     def prepare_experts(self, weight: Tensor) -> PreparedExperts:
+        if why_not(weight.device) is None:
+            return TritonExperts(weight)
         native = library()
         if native is not None and NativeExperts.can_hold(weight):
             return NativeExperts(native, weight)
