@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanoserve.core.sampling import SamplingParams as SamplingParams
+    from nanoserve.core.sampling import StructuredOutputs as StructuredOutputs
     from nanoserve.llm import LLM as LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from nanoserve.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from nanoserve.core.sampling import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputs"):
+        from nanoserve.core import sampling
 
-        return SamplingParams
+        return getattr(sampling, name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")

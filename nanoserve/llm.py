@@ -1,10 +1,11 @@
 """The offline engine: text in, text out, in this process, without Ray. The composition root of text, engine and model.
 
-One thread may call an ``LLM``: its calls step the engine until what they asked for is done.
+A call steps the engine until what it asked for is done; calls of several threads take turns.
 """
 
 import itertools
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,6 +145,7 @@ class LLM:
         self._core = EngineCore(loaded.runner, scheduler, cache_salt=model)
         self._seed = settings.get("seed")
         self._numbers = itertools.count()
+        self._lock = threading.RLock()
         self._closed = False
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -189,8 +191,13 @@ class LLM:
         Raises:
             InvalidRequestError: a conversation can never be answered; nothing was generated.
         """
-        many = bool(messages) and not isinstance(messages[0], Mapping)
+        many = bool(messages) and _is_list_of(messages, Sequence) and not _is_list_of(messages, str)
         listed: Sequence[Any] = messages if many else [messages]
+        for conversation in listed:
+            if not _is_list_of(conversation, Mapping):
+                raise InvalidRequestError(
+                    "`messages` must be a list of messages, or a list of such lists.", param="messages"
+                )
         params = self._params_for(sampling_params, len(listed))
         prepared = [
             self._preprocessor.conversation(conversation, own, self._request_id(), split=False, **template)
@@ -205,7 +212,10 @@ class LLM:
         params = self._params_for(sampling_params, 1)[0]
         prepared = self._preprocessor.conversation(messages, params, self._request_id(), **template)
         request = prepared.choices[0]
-        processor = ChoiceProcessor(self._tokenizer, prepared.policy, request)
+        with self._lock:
+            yield from self._stream(request, ChoiceProcessor(self._tokenizer, prepared.policy, request))
+
+    def _stream(self, request: GenerateRequest, processor: ChoiceProcessor) -> Iterator[Delta]:
         self._core.add(request)
         try:
             while True:
@@ -288,6 +298,11 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [self._seeded(given, index) for index in range(count)]
+        if not _is_list_of(given, SamplingParams):
+            raise InvalidRequestError(
+                f"`sampling_params` must be SamplingParams or a list of them. Given: {type(given).__name__}.",
+                param="sampling_params",
+            )
         if len(given) != count:
             raise InvalidRequestError(
                 f"`sampling_params` must be one, or one a prompt ({count}). Given: {len(given)}.",
@@ -335,6 +350,12 @@ class LLM:
         self, requests: Sequence[GenerateRequest], take: Callable[[RequestOutput], bool], use_tqdm: bool
     ) -> None:
         """Step until every request is done; ``take`` reads an output and says whether its request is."""
+        with self._lock:
+            self._drive_all(requests, take, use_tqdm)
+
+    def _drive_all(
+        self, requests: Sequence[GenerateRequest], take: Callable[[RequestOutput], bool], use_tqdm: bool
+    ) -> None:
         waiting, running = deque(requests), {request.request_id for request in requests}
         bar = _progress_bar(len(requests), use_tqdm)
         try:
@@ -473,6 +494,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt of any kind, or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise _wrong_prompt(prompts)
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -484,7 +507,21 @@ def _prompt(prompt: Prompt) -> str | list[int]:
         if found is None:
             raise InvalidRequestError("A prompt mapping holds `prompt` or `prompt_token_ids`.", param="prompt")
         prompt = found
-    return prompt if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise _wrong_prompt(prompt)
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _wrong_prompt(given: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"A prompt must be text, token ids, or a mapping of one of them. Given: {type(given).__name__}.", param="prompt"
+    )
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
 
 
 def _floats(pooled: bytes) -> list[float]:

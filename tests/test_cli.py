@@ -75,6 +75,10 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         (("--replicas", "0"), "num_replicas"),
         (("--min-replicas", "2"), "max_replicas"),
         (("--drain-seconds", "-1"), "--drain-seconds"),
+        (("--kv-cache-memory", "5XB"), "4GiB"),
+        (("--num-threads", "0"), "num_threads"),
+        (("--max-model-len", "0"), "max_model_len"),
+        (("--served-model-name", ""), "served_model_name"),
         (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
     ],
 )

@@ -1,6 +1,7 @@
 """The offline engine, used as its users use it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,29 @@ def test_an_embedding_checkpoint_writes_nothing(tmp_path: Path) -> None:
         assert len(llm.embed("hello", use_tqdm=False)[0].outputs.embedding) == 64
         with pytest.raises(InvalidRequestError, match="writes no text"):
             llm.generate("hello")
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], b"bytes", [b"bytes"], [{"prompt": 5}]])
+def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must be text, token ids"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, "hot", 5])
+def test_what_are_no_settings_is_refused_in_words(llm: LLM, settings: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
+        llm.generate(["a"], settings, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", ["hi", None, ["hi"], [5], [[5]]])
+def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="list of messages"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [[i + 1, i + 2, i + 3] for i in range(6)]
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda prompt: llm.generate([prompt], GREEDY, use_tqdm=False)[0], prompts))
+    assert [result.outputs[0].token_ids for result in together] == alone

@@ -9,6 +9,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 SPECULATION = ("none", "ngram")
+_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size",
+           "num_threads", "max_queued_requests", "max_queued_tokens")  # fmt: skip
 
 
 def parse_bytes(size: str | int) -> int:
@@ -85,6 +87,12 @@ class EngineArgs:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"`{name}` must be >= 1. Given: {value}.", param=name)
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory)
         if self.speculation not in SPECULATION:
             raise ConfigError(
                 f"`speculation` must be one of: {', '.join(SPECULATION)}. Given: {self.speculation!r}.",

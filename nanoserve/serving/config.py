@@ -25,7 +25,7 @@ class ModelArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     engine: EngineArgs = EngineArgs()
-    served_model_name: str | None = None
+    served_model_name: str | None = Field(default=None, min_length=1)
     num_replicas: int = Field(default=1, ge=1)
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)

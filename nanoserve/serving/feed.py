@@ -125,6 +125,8 @@ class FeedStream:
         self.finished = False
         self.emitted: list[int] = []
         self.num_prompt_logprobs = 0
+        self.num_idle_losses = 0
+        self.decided = asyncio.Event()
         self.opened_s = now_s
         self.first_token_s = 0.0
         self.last_token_s = 0.0
@@ -166,6 +168,9 @@ class FeedStream:
         if output.prompt_logprobs:
             output = self._without_repeats(output)
         self.emitted.extend(output.new_token_ids)
+        if output.new_token_ids or output.finish_reason is not None:
+            self.num_idle_losses = 0
+            self.decided.set()
         self._pending.append(output)
         self._news.set()
 
@@ -210,6 +215,7 @@ class FeedDoor:
         self._listed: frozenset[str] = frozenset()
         self._open: set[FeedStream] = set()
         self._changed = asyncio.Event()
+        self._suspects = asyncio.Lock()
         self._emptied = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -546,12 +552,25 @@ class FeedDoor:
                 self._move(stream, reason)
 
     def _move(self, stream: FeedStream, reason: str) -> None:
+        """To another engine, unless it was lost too often in a row without a token in between."""
         self._unbook(stream)
-        if stream.attempt >= self._config.max_attempts:
-            self._fail(stream, EngineDeadError(f"The answer was lost {stream.attempt} times with its engine: {reason}"))
+        stream.num_idle_losses += 1
+        stream.decided.set()
+        if stream.num_idle_losses >= self._config.max_attempts:
+            lost = f"{stream.num_idle_losses} times with its engine"
+            self._fail(stream, EngineDeadError(f"The answer was lost {lost}: {reason}"))
             return
         self._observer.resubmitted()
-        self._spawn(self._replace(stream))
+        suspect = stream.num_idle_losses >= self._config.max_attempts - 1
+        self._spawn(self._replace_alone(stream) if suspect else self._replace(stream))
+
+    async def _replace_alone(self, stream: FeedStream) -> None:
+        """It may be what ends engines: one such stream at a time until it gets a token, so that no other dies of it."""
+        async with self._suspects:
+            stream.decided.clear()
+            await self._replace(stream)
+            if not stream.finished:
+                await stream.decided.wait()
 
     async def _replace(self, stream: FeedStream) -> None:
         try:
@@ -583,6 +602,7 @@ class FeedDoor:
 
     def _forget(self, stream: FeedStream) -> None:
         stream.finished = True
+        stream.decided.set()
         self._open.discard(stream)
         if not self._open:
             self._emptied.set()

@@ -19,6 +19,8 @@ _UNAVAILABLE = (
     '{"error": {"message": "The service is starting or restarting; send the request again in a few seconds.", '
     '"type": "service_unavailable_error", "param": null, "code": "no_router"}}'
 )
+# Serve decodes these before any app sees the request, and answers 500 when that fails.
+_TEXT_HEADERS = ("x-request-id", "x-session-id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +86,27 @@ def _runs(binary: str) -> bool:
 
 def _write_wrapper(run_dir: Path, binary: str) -> Path:
     """A script in HAProxy's place that corrects the file Serve writes: its metrics and statistics pages listen on
-    every address, whatever ``--host`` says, and its own errors are bare 500s."""
+    every address, whatever ``--host`` says, its own errors are bare 500s, and headers pass that Serve fails on.
+    """
     error_file = run_dir / "unavailable.http"
     head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 2\r\nconnection: close"
     error_file.write_text(f"{head}\r\ncontent-length: {len(_UNAVAILABLE)}\r\n\r\n{_UNAVAILABLE}", newline="")
+    rules = "".join(
+        rf"\n\1http-request del-header {name} if {{ req.fhdr({name}) -m reg [^!-~] }}" for name in _TEXT_HEADERS
+    )
+    commands = (
+        r"s/^\( *bind\) :\([0-9][0-9]*\)$/\1 127.0.0.1:\2/",
+        r"s/^\( *bind\) \*:/\1 127.0.0.1:/",
+        rf"s|^\( *errorfile 50[234]\) .*|\1 {error_file}|",
+        rf"/^frontend http_frontend/,/^ *bind /s|^\( *\)bind .*|&{rules}|",
+    )
+    corrections = run_dir / "haproxy.sed"
+    corrections.write_text("\n".join(commands))
     wrapper = run_dir / "haproxy"
     wrapper.write_text(
         "#!/bin/sh\n"
         'previous=; for word in "$@"; do [ "$previous" = -f ] && config=$word; previous=$word; done\n'
-        '[ -z "$config" ] || sed -i'
-        r" -e 's/^\( *bind\) :\([0-9][0-9]*\)$/\1 127.0.0.1:\2/'"
-        r" -e 's/^\( *bind\) \*:/\1 127.0.0.1:/'"
-        rf" -e 's|^\( *errorfile 50[234]\) .*|\1 {error_file}|'"
-        ' "$config"\n'
+        f'[ -z "$config" ] || sed -i -f \'{corrections}\' "$config"\n'
         f"exec '{binary}' \"$@\"\n"
     )
     wrapper.chmod(0o755)

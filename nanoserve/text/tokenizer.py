@@ -24,6 +24,8 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 
+_LONG_CHARS = 4096
+
 
 class ByteTable(dict[int, bytes]):
     """id -> bytes, filled on first use. Ids in ``hidden`` and unknown ids stand for nothing."""
@@ -95,8 +97,8 @@ class Tokenizer:
         that the tokenizer puts around every text (Qwen3's: none); without it everything is plain text.
         """
         if allow_special:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+            return _encode(self._backend, text, add_special_tokens=add_special_tokens)
+        return _encode(self._plain, text)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD. Unknown ids are no text."""
@@ -146,7 +148,15 @@ class Tokenizer:
         return marked[end:]
 
     def _encode_plain(self, marked: str) -> Sequence[int]:
-        return self._plain.encode(self.unmark(marked), add_special_tokens=False).ids if marked else ()
+        return _encode(self._plain, self.unmark(marked)) if marked else ()
+
+
+def _encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """``encode`` holds the interpreter's lock while it works, seconds for megabytes; the batched form lets it go."""
+    if len(text) < _LONG_CHARS:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _without_added_tokens(backend: Any) -> Any:

@@ -32,7 +32,7 @@ def args(folder: Path, **overrides: Any) -> EngineArgs:
     ("flag", "value", "words"),
     [
         ("tensor_parallel_size", 2, "must be 1"),
-        ("tensor_parallel_size", 0, "must be 1"),
+        ("tensor_parallel_size", 0, "must be >= 1"),
         ("quantization", "fp4", "not built yet"),
         ("device", "cuda", "cuda"),
         ("device", "tpu", "tpu"),

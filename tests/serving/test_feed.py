@@ -236,6 +236,21 @@ async def test_a_poisoned_request_takes_no_more_than_its_attempts(rig: Rig) -> N
     assert await asyncio.gather(*answers) == [answer(each) for each in asked]
 
 
+async def test_who_shared_an_engine_with_a_poisoned_request_twice_meets_it_no_third_time(rig: Rig) -> None:
+    """One engine at a time: all are lost together until the suspects are tried one by one."""
+    await rig.join("a")
+    asked = [request(f"r{i}", 60, seed=i) for i in range(4)]
+    answers = [asyncio.create_task(ask(rig, each)) for each in asked]
+    await until(lambda: rig.log.num_first_tokens == 4)
+    poisoned = asyncio.create_task(read(await rig.door.open(request("poison", prompt=(fakes.POISON, 1)))))
+    for name in "bcde":
+        await until(lambda: not rig.door.peers or (poisoned.done() and all(each.done() for each in answers)), 10)
+        await rig.join(name)
+    _, last = await poisoned
+    assert last.error is not None
+    assert await asyncio.gather(*answers) == [answer(each) for each in asked]
+
+
 async def test_a_silent_engine_gets_no_work_and_then_loses_its_streams(rig: Rig) -> None:
     rig.door._config = replace(QUICK, suspect_after_s=0.2, dead_after_s=0.6, readopt_after_s=60)
     await rig.join("a", "b")

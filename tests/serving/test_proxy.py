@@ -1,5 +1,6 @@
 """The proxy is chosen by what is there; HAProxy's file is corrected before HAProxy reads it."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -47,13 +48,24 @@ def test_haproxys_own_errors_speak_the_protocol(tmp_path: Path) -> None:
     config.write_text(CONFIG)
     environment = proxy.Proxy("HAProxy", "found", fake_haproxy(tmp_path)).environment(tmp_path)
     subprocess.run([environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-f", str(config)], check=True, capture_output=True)
-    files = {line.split()[2] for line in config.read_text().splitlines() if "errorfile" in line}
-    reply = Path(files.pop()).read_bytes()
-    assert not files
-    head, _, body = reply.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503 ")
-    assert f"content-length: {len(body)}".encode() in head
-    assert b'"type": "service_unavailable_error"' in body
+    files = dict(line.split()[1:] for line in config.read_text().splitlines() if "errorfile" in line)
+    assert sorted(files) == ["502", "503"]
+    for path in files.values():
+        head, _, body = Path(path).read_bytes().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert f"content-length: {len(body)}".encode() in head
+        assert json.loads(body)["error"]["type"] == "service_unavailable_error"
+
+
+def test_headers_that_serve_cannot_decode_are_dropped_before_it(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG)
+    environment = proxy.Proxy("HAProxy", "found", fake_haproxy(tmp_path)).environment(tmp_path)
+    subprocess.run([environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-f", str(config)], check=True, capture_output=True)
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    first = lines.index("bind 0.0.0.0:8000") + 1
+    assert [line.split()[2] for line in lines[first : first + 2]] == ["x-request-id", "x-session-id"]
+    assert sum("del-header" in line for line in lines) == 2
 
 
 def test_two_runs_share_no_port_and_no_path(tmp_path: Path) -> None:
