@@ -74,7 +74,10 @@ def build(args: EngineArgs) -> LoadedModel:
             max_positions=max_model_len,
         )
     num_parameters, weights_bytes = _load(network, folder)
-    free = free_bytes(network, backend, config, args, device) if device.type == "cuda" else None
+    free = None
+    generates = "generate" in tasks_of(architecture)
+    if device.type == "cuda":
+        free = free_bytes(network, backend, config, args, device, generates=generates)
     pool, scheduler = _allocate(args, backend, config, max_model_len=max_model_len, device=device, free=free)
     info = ModelInfo(
         name=args.model,
@@ -103,7 +106,7 @@ def build(args: EngineArgs) -> LoadedModel:
         ),
         grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
         max_num_seqs=args.max_num_seqs,
-        graphs=decode_graphs(args, network, backend, pool, max_blocks=max_blocks),
+        graphs=decode_graphs(args, network, backend, pool, max_blocks=max_blocks) if generates else None,
     )
     return LoadedModel(runner=runner, scheduler=scheduler, info=info)
 
