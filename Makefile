@@ -5,8 +5,10 @@ PORT ?= 8000
 ARGS ?=
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" 2>/dev/null && echo $$name && break; done)
-PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check -c requirements.lock \
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check -c requirements.lock \
 	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+PIP = .venv/bin/python $(PIP_INSTALL)
+CLIENTS_PIP = .venv-clients/bin/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help serve test test-slow lint format demo-model demo-eval lock clean
 
@@ -25,7 +27,10 @@ test: lint
 	.venv/bin/python -m pytest -m "not slow"
 
 test-slow: .venv/test
-	.venv/bin/python -m pytest -m slow
+	@$(MAKE) --no-print-directory .venv-clients/done || \
+		echo "WARNING: the clients of others could not be installed; their tests are skipped below."
+	NANOSERVE_TEST_OPENAI=.venv-clients/openai \
+		$$(test -e .venv-clients/done && echo .venv-clients || echo .venv)/bin/python -m pytest -m slow
 
 lint: .venv/test
 	.venv/bin/ruff check .
@@ -50,7 +55,7 @@ lock:
 	mv .venv/new.lock requirements.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-clients build dist *.egg-info
 
 KERNELS = setup.py $(wildcard nanoserve/model/kernels/native/*.cpp nanoserve/model/kernels/native/*.h)
 
@@ -64,6 +69,17 @@ KERNELS = setup.py $(wildcard nanoserve/model/kernels/native/*.cpp nanoserve/mod
 	@echo "Installing nanoserve and its test tools into .venv (some minutes the first time)."
 	@$(PIP) -e ".[test]"
 	@touch $@ .venv/serve
+
+# What .venv holds, and real clients over it; beside them openai's major version before the current one.
+.venv-clients/done: .venv/test tests/clients/requirements.txt
+	@echo "Installing the clients that the slow tests try into .venv-clients."
+	@rm -rf .venv-clients
+	@.venv/bin/python -m venv .venv-clients
+	@.venv/bin/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$(.venv-clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	@$(CLIENTS_PIP) -r tests/clients/requirements.txt
+	@$(CLIENTS_PIP) --no-deps --target .venv-clients/openai "openai==2.54.0"
+	@touch $@
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; none was found. Set PYTHON=/path/to/python3."; exit 1; }

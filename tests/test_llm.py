@@ -177,6 +177,7 @@ def test_embed_and_score_equal_transformers(saved: Saved) -> None:
             llm.embed("7" * 300)
 
 
+@pytest.mark.slow
 def test_embed_equals_sentence_transformers(tmp_path: Path) -> None:
     peer = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     saved = write(tmp_path, "published", seed=9)

@@ -34,8 +34,8 @@ class GenerateRequest:
     """One sequence to generate; ``n`` choices are ``n`` of these. Made in ``text/preprocess``, valid by construction.
 
     ``sampling`` is resolved: ``n`` is 1, ``seed`` and ``max_tokens`` are set, ``stop`` is empty (the door judges stop
-    strings), ``structured_outputs`` is unset (it became ``grammar``), and ``stop_token_ids`` holds the model's EOS ids
-    (unless ``ignore_eos``) and the request's own.
+    strings), ``structured_outputs`` and ``thinking_token_budget`` are unset (they became ``grammar`` and ``thinking``),
+    and ``stop_token_ids`` holds the model's EOS ids (unless ``ignore_eos``) and the request's own.
     ``priority``: lower runs first. ``deadline_s``: ``time.time()`` after which the request ends with an error.
     ``arrival_s``: ``time.time()`` when the door accepted it. ``cache_salt`` separates prefix caches of tenants.
     ``session_id``: requests of one session prefer one replica; engines ignore it.

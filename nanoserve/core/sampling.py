@@ -1,6 +1,7 @@
 """How a request wants its tokens chosen: vLLM's field names, checked on construction, so always valid."""
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from nanoserve.core.errors import InvalidRequestError
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of one stop string: so much of an answer may be held back
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 4096
 MAX_N = 128
 
 
@@ -44,6 +48,7 @@ class SamplingParams:
     ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0, penalties 0 (repetition 1) are off; ``temperature`` 0 is greedy.
     ``seed`` is taken modulo 2**64 from the signed or unsigned 64-bit range. ``max_tokens`` None means up to the
     context's end. ``logprobs`` counts alternatives beside the chosen token (0 gives only the chosen one), None is off.
+    ``thinking_token_budget``: the most tokens of thoughts, after which they are ended and the answer goes on.
 
     Raises:
         InvalidRequestError: a value is out of range; ``param`` names the field.
@@ -69,6 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, 2.0)
@@ -83,6 +89,7 @@ class SamplingParams:
         self._check_int("max_tokens", 0, 2**31 - 1, optional=True)
         self._check_int("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._check_int("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._check_int("thinking_token_budget", 0, 2**31 - 1, optional=True)
         self._check_int("seed", -(2**63), MAX_SEED, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
@@ -113,15 +120,22 @@ class SamplingParams:
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in stop):
+        fine = all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in stop[: MAX_STOP_STRINGS + 1])
+        if len(stop) > MAX_STOP_STRINGS or not fine:
             raise InvalidRequestError(
-                f"`stop` must be at most {MAX_STOP_STRINGS} non-empty strings. Given: {list(stop[:20])!r:.200}.",
+                f"`stop` must be at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters."
+                f" Given: {reprlib.repr(list(stop[:20]))}.",
                 param="stop",
             )
         return stop
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
         ids = tuple(self.stop_token_ids or ())
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"`stop_token_ids` may hold {MAX_STOP_TOKEN_IDS} ids at most. Given: {len(ids)}.",
+                param="stop_token_ids",
+            )
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise InvalidRequestError(
                 f"`stop_token_ids` must be token ids >= 0. Given: {list(ids[:20])!r:.200}.", param="stop_token_ids"
@@ -131,6 +145,11 @@ class SamplingParams:
     def _checked_logit_bias(self) -> Mapping[int, float] | None:
         if not self.logit_bias:
             return None
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequestError(
+                f"`logit_bias` may name {MAX_BIASED_TOKENS} tokens at most. Given: {len(self.logit_bias)}.",
+                param="logit_bias",
+            )
         for token_id, bias in self.logit_bias.items():
             if not isinstance(token_id, int) or token_id < 0 or not math.isfinite(bias) or abs(bias) > 100:
                 raise InvalidRequestError(

@@ -7,17 +7,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Literal
 
 from nanoserve.core.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
-from nanoserve.core.request import GenerateRequest
+from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.engine.core import EngineCore, EngineUpdate
 
 logger = logging.getLogger(__name__)
 
+_COMPILERS = 2  # so that one heavy grammar does not hold up all others
 _NOT_STARTED = (EngineDeadError.type, "The engine has not been started.")
 _STOPPED = (UnavailableError.type, "The engine was stopped.")
 
@@ -37,6 +39,9 @@ class AsyncEngine:
     ``deliver`` is called on the engine thread: once a step, and every ``heartbeat_s`` while there is nothing to do. It
     must not block. A step may take long (a huge prompt on a small machine): ``beats`` counts what its executor has done
     within it, and only one in which that stands still for ``stuck_after_s`` counts as stuck.
+
+    ``compile_grammar`` is called beside the engine thread for each request with a grammar, before the engine sees it;
+    what it returns is kept until the request ends.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class AsyncEngine:
         heartbeat_s: float = 0.25,
         stuck_after_s: float = 20.0,
         beats: Callable[[], int] = lambda: 0,
+        compile_grammar: Callable[[Grammar], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -60,7 +66,10 @@ class AsyncEngine:
         self._inbox: SimpleQueue[GenerateRequest | str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanoserve-engine", daemon=True)
         self._lock = threading.Lock()
-        self._open: set[str] = set()
+        self._open: dict[str, object] = {}  # by request id, what is kept for it
+        self._compile_grammar = compile_grammar
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="nanoserve-grammar")
+        self._compiling: dict[str, bool] = {}  # by request id, whether it was aborted meanwhile
         self._num_inbound = 0
         self._num_inbound_tokens = 0
         self._end: tuple[str, str] | None = _NOT_STARTED
@@ -94,13 +103,21 @@ class AsyncEngine:
             self._core.scheduler.check_queue(
                 request, num_inbound=self._num_inbound, num_inbound_tokens=self._num_inbound_tokens
             )
-            self._open.add(request.request_id)
+            self._open[request.request_id] = None
             self._num_inbound += 1
             self._num_inbound_tokens += num_tokens
-            self._inbox.put(request)
+            if request.grammar is None:
+                self._inbox.put(request)
+            else:
+                self._compiling[request.request_id] = False
+                self._compilers.submit(self._compile, request, request.grammar)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next plan but one; an unknown or finished one is ignored."""
+        with self._lock:
+            if request_id in self._compiling:
+                self._compiling[request_id] = True
+                return
         self._inbox.put(request_id)
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -110,6 +127,7 @@ class AsyncEngine:
         ``deliver`` happens on the caller's thread.
         """
         self._inbox.put(None)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -131,6 +149,20 @@ class AsyncEngine:
             reason = f"Nothing has moved for {age_s:.0f} s with {num_open} open requests."
             return EngineHealth(state="stuck", reason=reason, last_progress_s=age_s)
         return EngineHealth(state="running", reason=f"{num_open} open requests.", last_progress_s=age_s)
+
+    def _compile(self, request: GenerateRequest, grammar: Grammar) -> None:
+        """On a compiler's thread: hands the request on, whatever comes of its grammar."""
+        kept = None
+        try:
+            kept = self._compile_grammar(grammar)
+        except Exception:  # the executor meets it again and ends this request alone
+            logger.exception("grammar failed to compile request_id=%s", request.request_id)
+        with self._lock:
+            if request.request_id in self._open:
+                self._open[request.request_id] = kept
+            self._inbox.put(request)
+            if self._compiling.pop(request.request_id):
+                self._inbox.put(request.request_id)
 
     # On the engine thread
 
@@ -174,7 +206,9 @@ class AsyncEngine:
             self._last_stats = update.stats
             if self._end is not None:  # stop() gave up on this thread and told everybody
                 return
-            self._open.difference_update(output.request_id for output in update.outputs if output.finish_reason)
+            for output in update.outputs:
+                if output.finish_reason:
+                    self._open.pop(output.request_id, None)
         self._deliver(update)
 
     def _end_all(self, end: tuple[str, str]) -> None:
@@ -183,7 +217,7 @@ class AsyncEngine:
             if self._end not in (None, _NOT_STARTED):
                 return
             self._end = end
-            open_ids, self._open = sorted(self._open), set()
+            open_ids, self._open = sorted(self._open), {}
             stats = replace(
                 self._last_stats,
                 num_running=0,

@@ -1,6 +1,7 @@
 """The one doorway from the floors above into tensors: settings in, a loaded model out."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from nanoserve.core.config import EngineArgs, SchedulerConfig
 from nanoserve.core.errors import ConfigError
+from nanoserve.core.request import Grammar
 from nanoserve.model.architectures import ARCHITECTURES, as_stored, network_class, tasks_of
 from nanoserve.model.attention import choose_backend
 from nanoserve.model.attention.base import AttentionBackend, AttentionSpec
@@ -35,11 +37,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows."""
+    """A model that is ready to execute plans. ``scheduler`` holds the counts that its memory allows.
+
+    ``compile_grammar`` may be called from any thread, ahead of the request that needs the grammar.
+    """
 
     runner: ModelRunner
     scheduler: SchedulerConfig
     info: ModelInfo
+    compile_grammar: Callable[[Grammar], object]
 
 
 def build(args: EngineArgs) -> LoadedModel:
@@ -95,6 +101,7 @@ def build(args: EngineArgs) -> LoadedModel:
     )
     logger.info("model loaded %s num_blocks=%d block_size=%d", info, scheduler.num_blocks, scheduler.block_size)
     max_blocks = -(-scheduler.max_model_len // args.block_size)
+    grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(
         network,
         backend,
@@ -104,11 +111,11 @@ def build(args: EngineArgs) -> LoadedModel:
             max_blocks_per_request=max_blocks,
             block_size=args.block_size,
         ),
-        grammars=GrammarTable(GrammarTokenizer(folder, config.vocab_size)),
+        grammars=GrammarTable(grammars),
         max_num_seqs=args.max_num_seqs,
         graphs=decode_graphs(args, network, backend, pool, max_blocks=max_blocks) if generates else None,
     )
-    return LoadedModel(runner=runner, scheduler=scheduler, info=info)
+    return LoadedModel(runner=runner, scheduler=scheduler, info=info, compile_grammar=grammars.compiled)
 
 
 def _set_threads(count: int) -> None:

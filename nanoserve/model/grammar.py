@@ -7,9 +7,11 @@ state of their own.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,54 +21,113 @@ from torch import Tensor
 from nanoserve.core.errors import ConfigError, InvalidRequestError
 from nanoserve.core.plan import AdmittedState, SampledTokens, ScheduledRequest
 from nanoserve.core.request import Grammar
+from nanoserve.model.deep_stack import on_deep_stack
 
-_MAX_COMPILED = 64
+Allowed = tuple[NDArray[np.int64], Tensor]
+"""Indices of the constrained samples of a step, and their bit masks [n, ceil(vocab_size / 32)] int32."""
+
+_MAX_CACHED = 64
+_MAX_CACHED_CHARS = 1024 * 1024  # a compiled grammar takes up to a hundred bytes for each character
+
+
+class CompiledGrammar:
+    """A grammar at its beginning; requests work on copies. Whoever holds it keeps it from being compiled again."""
+
+    __slots__ = ("__weakref__", "matcher")
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
 
 
 class GrammarTokenizer:
     """The vocabulary as the grammar library sees it; read from ``tokenizer.json`` on first use (about one second).
 
-    ``vocab_size`` counts the rows of the logits. The grammars compiled last are kept, for another request, choice or
-    life of the same one. ``prepare`` may be called from any thread.
+    ``vocab_size`` counts the rows of the logits. The grammars used last are kept, for another request, choice or life
+    of the same one; so are all that somebody holds. The methods may be called from any thread.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._path = folder / "tokenizer.json"
         self.vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the tables; nothing is compiled under it
+        self._loading = threading.Lock()
         self._loaded: dict[tuple[int, ...], Any] = {}
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._held: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._num_recent_chars = 0
 
     def matcher(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> "GrammarMatcher":
         """A matcher of ``grammar`` that has already seen ``output_token_ids``."""
-        matcher = GrammarMatcher(self.prepare(grammar).deep_copy())
+        matcher = GrammarMatcher(self.compiled(grammar).matcher.deep_copy())
         matcher.accept(output_token_ids)
         return matcher
 
-    def prepare(self, grammar: Grammar) -> Any:
-        """The grammar compiled, at its beginning."""
+    def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar compiled, now where it was not; the matchers of one that cannot be have an ``error``."""
+        with self._lock:
+            found = self._held.get(grammar)
+        if found is None:
+            found = CompiledGrammar(self._compile(grammar))
+        with self._lock:
+            self._remember(grammar, found)
+        return found
+
+    def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
-        with self._lock:
-            if grammar not in self._compiled:
-                tokenizer = self._tokenizer(grammar.eos_token_ids)
-                self._compiled[grammar] = LLMatcher(tokenizer, grammar.text, log_level=0)
-                if len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
+        try:
+            tokenizer = self._tokenizer(grammar.eos_token_ids)
+        except (ConfigError, ValueError) as error:
+            return _NoMatcher(str(error))
+        matcher = on_deep_stack(lambda: LLMatcher(tokenizer, grammar.text, log_level=0))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask builds tables that all copies share
+        return matcher
+
+    def _remember(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        self._held[grammar] = compiled
+        if grammar not in self._recent:
+            self._num_recent_chars += len(grammar.text)
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        while len(self._recent) > _MAX_CACHED or self._num_recent_chars > _MAX_CACHED_CHARS:
+            oldest, _ = self._recent.popitem(last=False)
+            self._num_recent_chars -= len(oldest.text)
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> Any:
+        with self._loading:
+            if eos_token_ids not in self._loaded:
+                self._loaded[eos_token_ids] = self._load(eos_token_ids)
+            return self._loaded[eos_token_ids]
+
+    def _load(self, eos_token_ids: tuple[int, ...]) -> Any:
         from llguidance import LLTokenizer
 
-        if eos_token_ids not in self._loaded:
-            if not self._path.is_file():
-                raise ConfigError(f"Structured outputs need {self._path.name}, which this checkpoint does not have.")
-            text = self._path.read_text(encoding="utf-8")
-            num_tokens = _count_tokens(text)  # an EOS id among the padding rows has no text and is refused there
-            eos = [token_id for token_id in eos_token_ids if token_id < num_tokens]
-            self._loaded[eos_token_ids] = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos or None)
-        return self._loaded[eos_token_ids]
+        if not self._path.is_file():
+            raise ConfigError(f"Structured outputs need {self._path.name}, which this checkpoint does not have.")
+        text = self._path.read_text(encoding="utf-8")
+        num_tokens = _count_tokens(text)  # an EOS id among the padding rows has no text and is refused there
+        eos = [token_id for token_id in eos_token_ids if token_id < num_tokens]
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos or None)
+
+
+class _NoMatcher:
+    """In the place of a matcher where the checkpoint has no tokenizer that grammars can be compiled for."""
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def deep_copy(self) -> "_NoMatcher":
+        return self
+
+    def is_error(self) -> bool:
+        return True
+
+    def is_stopped(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return self._error
 
 
 class GrammarMatcher:
@@ -107,11 +168,15 @@ class GrammarMatcher:
 
 
 class GrammarTable:
-    """The matchers of the requests that an executor holds; most requests have none and cost nothing."""
+    """The matchers of the requests that an executor holds; most requests have none and cost nothing.
+
+    Masks are made in a thread beside the network: nothing may be admitted, released or accepted before they are taken.
+    """
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
         self._matchers: dict[str, GrammarMatcher] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nanoserve-masks")
 
     def admit(self, request_id: str, state: AdmittedState) -> None:
         if state.grammar is not None:
@@ -125,24 +190,28 @@ class GrammarTable:
         """Whether any of these requests has a grammar."""
         return any(request.request_id in self._matchers for request in scheduled) if self._matchers else False
 
-    def allowed(
-        self, scheduled: Sequence[ScheduledRequest], starts: Sequence[int]
-    ) -> tuple[NDArray[np.int64], Tensor] | None:
-        """(sample indices, their bit masks [n, ceil(vocab_size / 32)] int32) of the constrained samples of a step.
+    def begin(self, scheduled: Sequence[ScheduledRequest]) -> Callable[[], Allowed | None]:
+        """Starts the masks of a step, while the caller runs the network; the call that it returns waits for them.
 
-        ``starts[i]`` is the index of the first sample of ``scheduled[i]``. A sample after k drafts is masked as if
-        these were accepted; samples after a draft that the grammar refuses can never count and stay unmasked.
+        A sample after k drafts is masked as if these were accepted; samples after a draft that the grammar refuses can
+        never count and stay unmasked.
         """
-        if not self._matchers:
-            return None
+        constrained: list[tuple[int, ScheduledRequest]] = []
+        num_samples = 0
+        for request in scheduled if self._matchers else ():
+            if request.num_samples and request.request_id in self._matchers:
+                constrained.append((num_samples, request))
+            num_samples += request.num_samples
+        return self._worker.submit(self._allowed, constrained).result if constrained else lambda: None
+
+    def _allowed(self, constrained: Sequence[tuple[int, ScheduledRequest]]) -> Allowed | None:
+        """``constrained``: requests, each with the index of its first sample in the step."""
         entries: list[int] = []
         rows: list[Tensor] = []
-        for request, start in zip(scheduled, starts, strict=True):
-            matcher = self._matchers.get(request.request_id)
-            if matcher is not None and request.num_samples:
-                masks = self._masks(matcher, request)
-                entries += range(start, start + len(masks))
-                rows += masks
+        for start, request in constrained:
+            masks = self._masks(self._matchers[request.request_id], request)
+            entries += range(start, start + len(masks))
+            rows += masks
         return (np.array(entries, dtype=np.int64), torch.stack(rows)) if rows else None
 
     def _masks(self, matcher: GrammarMatcher, request: ScheduledRequest) -> list[Tensor]:

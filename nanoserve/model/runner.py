@@ -21,7 +21,7 @@ from nanoserve.core.plan import (
 )
 from nanoserve.model.adjustments import SampleBatch
 from nanoserve.model.attention.base import AttentionBackend, ForwardBatch, IntArray
-from nanoserve.model.grammar import GrammarTable
+from nanoserve.model.grammar import Allowed, GrammarTable
 from nanoserve.model.input_batch import InputBatch
 from nanoserve.model.kv_cache import KVPool
 from nanoserve.model.logprobs import score
@@ -101,8 +101,9 @@ class ModelRunner:
             pairs = zip(plan.scheduled, tokens, strict=True)
             chosen = {request.request_id: SampledTokens(token_ids=(token,)) for request, token in pairs}
             return ModelRunnerOutput(step_id=plan.step_id, sampled=chosen)
+        masks = self._grammars.begin(plan.scheduled)
         hidden = self._forward(batch)
-        sampled = self._sample(plan.scheduled, rows, batch, hidden)
+        sampled = self._sample(plan.scheduled, rows, batch, hidden, masks)
         self._count(plan.scheduled, rows, sampled)
         self._grammars.accept(sampled)
         self._score_prompts(plan.scheduled, batch, hidden, sampled)
@@ -145,7 +146,12 @@ class ModelRunner:
             yield kv
 
     def _sample(
-        self, scheduled: Sequence[ScheduledRequest], rows: IntArray, batch: ForwardBatch, hidden: Tensor
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        rows: IntArray,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        masks: Callable[[], Allowed | None],
     ) -> dict[str, SampledTokens]:
         counts = np.fromiter((request.num_samples for request in scheduled), np.int64, len(scheduled))
         total = int(counts.sum())
@@ -160,7 +166,7 @@ class ModelRunner:
                 rows=np.repeat(rows, counts),
                 positions=batch.positions.numpy()[places] + 1,
                 drafts=_drafts(scheduled, starts) if total > len(scheduled) else {},
-                allowed=self._grammars.allowed(scheduled, starts.tolist()),
+                allowed=masks(),
             ),
         )
         return {

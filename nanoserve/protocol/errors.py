@@ -71,6 +71,16 @@ class ResponseNotFoundError(NanoserveError):
         )
 
 
+class ItemNotFoundError(NanoserveError):
+    """No item of this id belongs to a response that is remembered here."""
+
+    type = "not_found_error"
+
+    def __init__(self, item_id: str) -> None:
+        message = f"No item {item_id[:100]!r} of a stored response is known here. Send the item itself instead."
+        super().__init__(message, param="input", code="item_not_found")
+
+
 class BodyTimeoutError(NanoserveError):
     """The client took too long to send its body."""
 

@@ -66,6 +66,8 @@ class GenerationBody(SamplingBody):
     guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
     user: Any = None
+    chat_template: Any = None
+    use_beam_search: Any = None
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -87,6 +89,7 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool | None = None
+    functions: Any = None
 
 
 class CompletionRequest(GenerationBody):
@@ -97,6 +100,7 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    prompt_embeds: Any = None
 
 
 class TokenizeRequest(RequestBody):
@@ -111,6 +115,7 @@ class TokenizeRequest(RequestBody):
     continue_final_message: bool | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
 
 
 class DetokenizeRequest(RequestBody):

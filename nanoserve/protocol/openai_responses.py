@@ -1,6 +1,7 @@
 """OpenAI's Responses API: the request body, and the objects and events of an answer as plain dicts."""
 
 import base64
+import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from nanoserve.core.errors import NanoserveError
 from nanoserve.protocol.errors import as_known, type_of
 from nanoserve.protocol.openai import SamplingBody
 from nanoserve.protocol.responses import Json
+
+_ID_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 class ResponsesRequest(SamplingBody):
@@ -84,6 +87,28 @@ def response(id_: str, created: int, model: str, body: ResponsesRequest) -> Json
         "usage": None,
         "user": body.user,
     }
+
+
+def input_items(given: str | Sequence[Json]) -> list[Json]:
+    """The items of an input as they are listed afterwards: whole messages, and an id for each."""
+    items: Sequence[Json] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_input_item(item) for item in items]
+
+
+def _input_item(item: Json) -> Json:
+    kind, content = str(item.get("type") or "message"), item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        content = [{"type": part, "text": content} | ({"annotations": []} if part == "output_text" else {})]
+    made = f"{_ID_PREFIX.get(kind, 'item')}_{uuid.uuid4().hex}"
+    id_ = item["id"] if isinstance(item.get("id"), str) else made
+    listed = {"type": kind, "status": "completed"} | item | {"type": kind, "id": id_}
+    return listed if kind != "message" else listed | {"content": content}
+
+
+def item_list(items: Sequence[Json], *, has_more: bool) -> Json:
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": list(items), "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def usage(prompt_tokens: int, output_tokens: int, *, cached_tokens: int, reasoning_tokens: int) -> Json:

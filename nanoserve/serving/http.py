@@ -43,6 +43,11 @@ from nanoserve.text.from_messages import chat_of
 Body = TypeVar("Body", bound=RequestBody)
 _HEALTH_TIMEOUT_S = 5.0
 _LARGE_BODY_BYTES = 8 * 1024
+# Fields that ask for a grammar, whose check may take seconds.
+_FORMS = {
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
+    "text", "output_config", "output_format",
+}  # fmt: skip
 SESSION_HEADER = "x-session-id"
 
 
@@ -129,6 +134,7 @@ class Routes:
             ("/v1/responses", ["POST"], self.responses),
             ("/v1/responses/{response_id}", ["GET"], self.one_response),
             ("/v1/responses/{response_id}", ["DELETE"], self.forget_response),
+            ("/v1/responses/{response_id}/input_items", ["GET"], self.input_items),
             ("/v1/messages", ["POST"], self.messages),
             ("/v1/messages/count_tokens", ["POST"], self.count_tokens),
             ("/v1/embeddings", ["POST"], self.embeddings),
@@ -187,18 +193,28 @@ class Routes:
         body = await self._parse(request, ResponsesRequest)
         model, before = self._find(body.model), body.previous_response_id
         history = [] if before is None else self._response(before).messages
+        body = responses_route.resolved(body, self._stored)
         work = await self._beside_loop(
             request, responses_route.prepare, model, body, self._door, history, self._stored.put
         )
         return self._answer(work, stream=bool(body.stream), style=work.style)
 
-    async def one_response(self, response_id: str) -> Response:
+    async def one_response(self, request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequestError(
+                "`stream`: only responses in the background could be; read it whole.", param="stream"
+            )
         return Response(self._response(response_id).body, media_type="application/json")
 
     async def forget_response(self, response_id: str) -> Response:
         self._response(response_id)
         self._stored.pop(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request, response_id: str) -> Response:
+        """The items of the response's own input; those of the responses before it are listed with these."""
+        items = self._response(response_id).input_items
+        return _json(responses_route.page(items, request.query_params))
 
     def _response(self, response_id: str) -> StoredResponse:
         found = self._stored.get(response_id)
@@ -258,6 +274,7 @@ class Routes:
         raw = await read_body(request, max_bytes=self._config.max_body_bytes, timeout_s=self._config.body_timeout_s)
         request.state.is_large = len(raw) > _LARGE_BODY_BYTES
         body: Body = await self._beside_loop(request, parse_body, raw, body_type)
+        request.state.is_large |= not _FORMS.isdisjoint(body.model_fields_set)
         if (session_id := request.headers.get(SESSION_HEADER)) and isinstance(body, SamplingBody):
             return body.model_copy(update={"session_id": session_id})
         return body

@@ -30,6 +30,13 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+_QUERIES: Mapping[str, Mapping[str, Json]] = {
+    "/v1/responses/{response_id}/input_items": {
+        "after": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+        "order": {"enum": ["asc", "desc"], "default": "desc"},
+    },
+}
 _STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 _ERROR = {
     "type": "object",
@@ -94,6 +101,8 @@ def _operation(path: str, method: str, handler: Callable[..., Any], definitions:
     if names := _PARAMETER.findall(path):
         text = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
+        queries = _QUERIES.get(path, {}).items()
+        operation["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in queries]
     if method == "POST":
         schema = _schema(BODIES[path], definitions) if path in BODIES else {"type": "object"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

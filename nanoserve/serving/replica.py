@@ -308,4 +308,5 @@ def load_engine(args: EngineArgs, deliver: Deliver) -> tuple[Engine, EngineCard]
         info=asdict(loaded.info)
         | {"imports_s": round(imported_s - began_s, 2), "load_s": round(time.monotonic() - imported_s, 2)},
     )
-    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats), card
+    compile_grammar = loaded.compile_grammar
+    return AsyncEngine(core, deliver, beats=lambda: loaded.runner.num_beats, compile_grammar=compile_grammar), card

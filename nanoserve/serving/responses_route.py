@@ -6,7 +6,7 @@ The reply is what the events add up to, so both are equal by construction.
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import orjson
 
 from nanoserve.core.errors import InvalidRequestError, NanoserveError
 from nanoserve.protocol import openai_responses as wire
-from nanoserve.protocol.errors import envelope, renaming
+from nanoserve.protocol.errors import ItemNotFoundError, envelope, renaming
 from nanoserve.protocol.openai import ChatCompletionRequest
 from nanoserve.protocol.openai_responses import ResponsesRequest
 from nanoserve.protocol.responses import Json, chat_entries
@@ -23,13 +23,14 @@ from nanoserve.serving.answer import EventWriter, StreamStyle
 from nanoserve.serving.door import Door, ServedModel
 from nanoserve.serving.generation import Generation
 from nanoserve.serving.parts import Grew, News, Opened, Part, PartKind, Parts
-from nanoserve.serving.response_store import StoredResponse
+from nanoserve.serving.response_store import ResponseStore, StoredResponse
 from nanoserve.text.from_responses import chat_of, input_messages, messages_of
 from nanoserve.text.logprobs import TokenText
 from nanoserve.text.policy import Thinking
 from nanoserve.text.postprocess import Delta
 from nanoserve.text.preprocess import PreparedRequest
 
+MAX_PAGE = 100
 Keep = Callable[[str, StoredResponse], None]
 # What this route calls the fields of a chat.
 _NAMES = {
@@ -76,8 +77,53 @@ class Responses:
         reply = orjson.dumps(self.answer.response)
         if self.body.store is not False:
             messages = [*self.messages, *messages_of(self.answer.output)]
-            self.keep(self.answer.id, StoredResponse.of(reply, messages))
+            items = wire.input_items(self.body.input)
+            self.keep(self.answer.id, StoredResponse.of(reply, messages, items, self.answer.output))
         return reply
+
+
+def resolved(body: ResponsesRequest, stored: ResponseStore) -> ResponsesRequest:
+    """The body with the items themselves in the place of references to them (``{"type": "item_reference", "id"}``).
+
+    Raises:
+        ItemNotFoundError: an item is not remembered here.
+    """
+    if isinstance(body.input, str) or not any(map(_is_reference, body.input)):
+        return body
+    return body.model_copy(update={"input": [_resolved(item, stored) for item in body.input]})
+
+
+def _is_reference(item: Json) -> bool:
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+def _resolved(item: Json, stored: ResponseStore) -> Json:
+    if not _is_reference(item):
+        return item
+    item_id = str(item.get("id"))
+    found = stored.item(item_id)
+    if found is None:
+        raise ItemNotFoundError(item_id)
+    return found
+
+
+def page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
+    """A page of a list of items: ``order`` (desc, asc), ``after`` (an item's id), ``limit`` (1 to 100).
+
+    Raises:
+        InvalidRequestError: one of these is wrong.
+    """
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError(f"`order` must be asc or desc. Given: {order!r:.60}.", param="order")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+        raise InvalidRequestError(f"`limit` must be in [1, {MAX_PAGE}]. Given: {limit!r:.60}.", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    places = {item["id"]: place for place, item in enumerate(ordered)}
+    if after is not None and after not in places:
+        raise InvalidRequestError(f"`after` must be the id of an item. Given: {after!r:.100}.", param="after")
+    rest = ordered if after is None else ordered[places[after] + 1 :]
+    return wire.item_list(rest[: int(limit)], has_more=len(rest) > int(limit))
 
 
 def prepare(model: ServedModel, body: ResponsesRequest, door: Door, history: Sequence[Any], keep: Keep) -> Responses:

@@ -1,23 +1,35 @@
 """Structured outputs to a checked grammar: a bad schema, regex or grammar is refused at the door, never by an engine.
 
-The grammar text is llguidance's (https://github.com/guidance-ai/llguidance): compiling takes about a millisecond and
-its limits bound what a hostile schema can cost.
+The grammar text is llguidance's (https://github.com/guidance-ai/llguidance). Compiling usually takes a millisecond, but
+some forms take time that is quadratic in their size or worse: sizes are bounded here, time and depth by the sandbox.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.sampling import StructuredOutputs
+from nanoserve.text.grammar_sandbox import GrammarSandbox
 from nanoserve.text.policy import Thinking
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-# Compiling an object takes time quadratic in its properties: a thousand take a tenth of a second.
-MAX_PROPERTIES = 1000
+MAX_WRITTEN_CHARS = 32 * 1024  # of a regex or grammar that a client wrote
+MAX_MEMBERS = 1000
 # Unbounded white space between JSON tokens lets a weak model go on for ever inside a valid document.
+_LIBRARY_KEYWORD = "x-guidance"  # where clients wrote it themselves it could switch the checks of the library off
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,24}"}
+_sandbox = GrammarSandbox()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """``fault``: why ``text`` is no usable grammar; None when it is one."""
+
+    text: str
+    fault: str | None = None
 
 
 def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") -> str:
@@ -26,11 +38,14 @@ def grammar_text(spec: StructuredOutputs, *, param: str = "structured_outputs") 
     Raises:
         InvalidRequestError: it is malformed, unsupported or too large; ``param`` is the request field to name.
     """
-    try:
-        return _checked(spec)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:500]
-        raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param) from None
+    return _accepted(_judged(spec), param)
+
+
+def _accepted(verdict: _Verdict, param: str) -> str:
+    if verdict.fault is not None:
+        reason = " ".join(verdict.fault.removeprefix("panic: ").split())[:500]
+        raise InvalidRequestError(f"`{param}` cannot be used as a grammar: {reason}", param=param)
+    return verdict.text
 
 
 def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
@@ -47,9 +62,9 @@ def tool_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "to
         head = json.dumps('\n{"name": ' + json.dumps(tool["name"]) + ', "arguments": ')
         calls.append(f'{opening}{head} arguments_{index} "}}\\n"{closing}')
         schema = {"type": "object", **dict(tool.get("parameters") or {})}  # type: ignore[call-overload]
-        rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema | {_LIBRARY_KEYWORD: _JSON_OPTIONS})}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
-    return grammar_text(StructuredOutputs(grammar=lark), param=param)
+    return _calls(lark, tools, param)
 
 
 def xml_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "tools", tag_tokens: bool = False) -> str:
@@ -72,7 +87,11 @@ def xml_call_grammar(tools: Sequence[Mapping[str, object]], *, param: str = "too
         head, tail = json.dumps(f"\n<function={tool['name']}>\n"), json.dumps("</function>\n")
         calls.append(f"{opening}{head} {' '.join(elements)} {tail}{closing}")
     lark = "start: " + "\n  | ".join(calls) + "\n" + "\n".join(rules) + "\n"
-    return grammar_text(StructuredOutputs(grammar=lark), param=param)
+    return _calls(lark, tools, param)
+
+
+def _calls(lark: str, tools: Sequence[Mapping[str, object]], param: str) -> str:
+    return _accepted(_judged_calls(lark, json.dumps([tool.get("parameters") for tool in tools])), param)
 
 
 def _list(value: object) -> list[Any]:
@@ -95,7 +114,7 @@ def _xml_value(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if value.get("type", "string") == "string" and "$ref" not in value and "anyOf" not in value:
         return "text_value"
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return f"%json {json.dumps({**value, **shared, 'x-guidance': _JSON_OPTIONS})} {closing}"
+    return f"%json {json.dumps({**value, **shared, _LIBRARY_KEYWORD: _JSON_OPTIONS})} {closing}"
 
 
 def strict_calls(call: str) -> str:
@@ -127,32 +146,53 @@ def _embedded(grammar: str) -> dict[str, object]:
     return dict(only)
 
 
-@lru_cache(maxsize=256)
-def _checked(spec: StructuredOutputs) -> str:
+@lru_cache(maxsize=64)
+def _judged(spec: StructuredOutputs) -> _Verdict:
+    """A grammar and its fault; the faults are remembered too, for finding them may take seconds."""
+    if max(len(spec.grammar or ""), len(spec.regex or "")) > MAX_WRITTEN_CHARS:
+        return _Verdict("", f"it is longer than {MAX_WRITTEN_CHARS} characters")
+    try:
+        text = _written(spec)
+        schemas = [json.loads(schema) for schema in ([spec.json] if spec.json else [tag[2] for tag in spec.tags or ()])]
+    except (ValueError, RecursionError) as error:
+        return _Verdict("", str(error))
+    return _Verdict(text, _fault(text, schemas))
+
+
+@lru_cache(maxsize=64)
+def _judged_calls(lark: str, schemas: str) -> _Verdict:
+    """The same of a grammar that was made here; ``schemas``: the JSON of those that it holds."""
     from llguidance import LLMatcher
 
-    if spec.json is not None and _num_properties(json.loads(spec.json)) > MAX_PROPERTIES:
-        raise ValueError(f"it has more than {MAX_PROPERTIES} properties")
-    text = _written(spec)
+    text = LLMatcher.grammar_from_lark(lark)
+    return _Verdict(text, _fault(text, json.loads(schemas)))
+
+
+def _fault(text: str, schemas: Sequence[object]) -> str | None:
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
-    if error := LLMatcher.validate_grammar(text):
-        raise ValueError(error)
-    return text
+        return f"it is longer than {MAX_GRAMMAR_CHARS} characters"
+    for schema in schemas:
+        width, names = _survey(schema)
+        if width > MAX_MEMBERS:
+            return f"it has more than {MAX_MEMBERS} properties or other members of one kind in one place"
+        if _LIBRARY_KEYWORD in names:
+            return f"{_LIBRARY_KEYWORD!r} is no keyword of JSON schemas"
+    return _sandbox.fault(text)
 
 
-def _num_properties(schema: object) -> int:
-    """How many properties a schema names, wherever it does; walks without recursion."""
-    num_properties, stack = 0, [schema]
+def _survey(schema: object) -> tuple[int, set[str]]:
+    """(the most members of an object or list in a schema, all names), values left out; walks without recursion."""
+    width, names, stack = 0, set[str](), [schema]
     while stack:
         value = stack.pop()
         if isinstance(value, dict):
-            properties = value.get("properties")
-            num_properties += len(properties) if isinstance(properties, dict) else 0
-            stack += value.values()
+            width = max(width, len(value))
+            names |= value.keys()
+            stack += [member for name, member in value.items() if name not in ("enum", "const")]
         elif isinstance(value, list):
+            width = max(width, len(value))
             stack += value
-    return num_properties
+    return width, names
 
 
 def _written(spec: StructuredOutputs) -> str:
@@ -170,7 +210,17 @@ def _written(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in spec.choice))
     if spec.tags is not None:
         return LLMatcher.grammar_from_lark(_tags_grammar(spec.tags))
-    return LLMatcher.grammar_from_lark(spec.grammar or "")
+    return LLMatcher.grammar_from_lark(_lark(spec.grammar or ""))
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's notation; one in llama.cpp's, as vLLM takes it (``root ::= ...``), is rewritten."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # the rewriter's own error is one, and so is what it raises where no rule is the root
+        raise ValueError(str(error)) from None
 
 
 def _tags_grammar(tags: Sequence[tuple[str, str, str, str]]) -> str:
@@ -179,6 +229,6 @@ def _tags_grammar(tags: Sequence[tuple[str, str, str, str]]) -> str:
     for index, (trigger, begin, schema, end) in enumerate(tags):
         rest, closing = (json.dumps(text) if text else "" for text in (begin[len(trigger) :], end))
         rules.append(f"trigger_{index}[lazy]: TEXT {json.dumps(trigger)}")
-        options = {"x-guidance": _JSON_OPTIONS}
+        options = {_LIBRARY_KEYWORD: _JSON_OPTIONS}
         rules.append(f"tag_{index}: trigger_{index} {rest} %json {json.dumps(json.loads(schema) | options)} {closing}")
     return "\n".join(rules) + "\n"

@@ -125,7 +125,7 @@ class Preprocessor:
         params = self._params(body, chat_max_tokens(body, self._defaults.max_new_tokens), num_top)
         if params.max_tokens == 0:
             raise InvalidRequestError("`max_tokens` must be >= 1. Given: 0.", param="max_tokens")
-        self._reader.check_chars(body.messages, "messages")
+        self._reader.check_conversation(body.messages, body.tools)
         rendered = self._template.render(chat_conversation(body, tools))
         split = self._reasoning and body.separate_reasoning is not False
         policy = _policy(
@@ -137,7 +137,7 @@ class Preprocessor:
         prompt = Prompt(rendered.text, rendered.token_ids)
         grammar = self._grammar(body, rendered.thinking, tools)
         prepared = self._prepared(prompt, params, policy, grammar, _origin(body, request_id, "messages"))
-        return prepared.thinking_for(self._budget(body, rendered.thinking))
+        return prepared.thinking_for(self._budget(thinking_budget(body), rendered.thinking))
 
     def completion(self, body: CompletionRequest, request_id: str) -> list[PreparedRequest]:
         """The engine requests of each prompt, in order. Names of special tokens in a text prompt are these tokens."""
@@ -162,7 +162,9 @@ class Preprocessor:
         self._check_params(params)
         checked = self._reader.one(prompt)
         grammar = self._spec_grammar(params, Thinking.OFF)
-        return self._prepared(checked, params, _policy(params), grammar, _Origin(request_id=request_id, param="prompt"))
+        origin = _Origin(request_id=request_id, param="prompt")
+        prepared = self._prepared(checked, params, _policy(params), grammar, origin)
+        return prepared.thinking_for(self._budget(params.thinking_token_budget, Thinking.AUTO))
 
     def conversation(
         self,
@@ -179,11 +181,12 @@ class Preprocessor:
         """One conversation of an offline caller. ``split`` tells thoughts and tool calls from the content."""
         self._check_params(params)
         check_unicode([messages, tools, chat_template_kwargs], "messages")
-        self._reader.check_chars(messages, "messages")
+        self._reader.check_conversation(messages, tools)
+        switch = {"enable_thinking": False} if params.thinking_token_budget == 0 else {}
         conversation = Conversation(
             messages=list(messages),
             tools=check_tools(None if tools is None else list(tools)),
-            kwargs=dict(chat_template_kwargs or {}),
+            kwargs=switch | dict(chat_template_kwargs or {}),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
         )
@@ -192,7 +195,8 @@ class Preprocessor:
         policy = _policy(params, thinking=thinking, **self._tool_policy(conversation.tools if split else ()))
         grammar = self._spec_grammar(params, rendered.thinking)
         origin = _Origin(request_id=request_id, param="messages")
-        return self._prepared(Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
+        prepared = self._prepared(Prompt(rendered.text, rendered.token_ids), params, policy, grammar, origin)
+        return prepared.thinking_for(self._budget(params.thinking_token_budget, rendered.thinking))
 
     def count(self, body: ChatCompletionRequest) -> int:
         """How many tokens a chat's prompt has, whether it fits or not."""
@@ -263,8 +267,7 @@ class Preprocessor:
             thinking = Thinking.OFF
         return Grammar(whole_answer(forms, thinking), self._defaults.eos_token_ids)
 
-    def _budget(self, body: ChatCompletionRequest, thinking: Thinking) -> ThinkingBudget | None:
-        num_tokens = thinking_budget(body)
+    def _budget(self, num_tokens: int | None, thinking: Thinking) -> ThinkingBudget | None:
         if num_tokens is None or thinking is Thinking.OFF:
             return None
         open_id, close_id = self._tokenizer.id_of("<think>"), self._tokenizer.id_of("</think>")
@@ -335,6 +338,7 @@ class Preprocessor:
             n=1,
             stop=None,
             structured_outputs=None,
+            thinking_token_budget=None,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs=params.logprobs
             if policy.scores_prompt and params.prompt_logprobs is None

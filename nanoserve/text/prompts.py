@@ -1,5 +1,6 @@
 """Prompts as tokens, checked against what the model and its KV pool can hold."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,18 @@ class PromptReader:
 
     def check_chars(self, value: object, param: str) -> None:
         """Refuse what cannot fit before it is tokenized. NFC shrinks a text to a third at most."""
-        num_chars = sum(len(text) for text in strings_in(value))
-        least = num_chars // (3 * self._tokenizer.max_token_bytes)
+        chars_per_token = 3 * self._tokenizer.max_token_bytes
+        if len(json.dumps(value, ensure_ascii=False, default=repr)) <= chars_per_token * self._limits.max_tokens:
+            return
+        least = sum(len(text) for text in strings_in(value)) // chars_per_token
         if least > self._limits.max_tokens:
             raise self._too_long(f"at least {least}", param)
+
+    def check_conversation(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
+        """The same of a conversation, of which every message has a token of its own at least."""
+        if len(messages) > self._limits.max_tokens:
+            raise self._too_long(f"at least {len(messages)}", "messages")
+        self.check_chars([messages, tools], "messages")
 
     def check_length(self, num_tokens: int, param: str, *, max_tokens: int | None) -> None:
         """Refuse a prompt that leaves no room for a token of answer, where one is wanted."""

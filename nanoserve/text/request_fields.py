@@ -24,6 +24,13 @@ EFFORT_BUDGETS: Mapping[str, int | None] = {
     "none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None,
 }  # fmt: skip
 
+_NOT_SERVED: Mapping[str, str] = {
+    "chat_template": "conversations are written in the model's own template",
+    "functions": "offer functions as `tools`",
+    "prompt_embeds": "send the prompt as text or token ids",
+    "use_beam_search": "tokens are sampled",
+}
+
 
 def thinking_budget(body: ChatCompletionRequest) -> int | None:
     """The most tokens of thoughts; None: no bound. ``thinking_token_budget`` wins over the other two ways to say it."""
@@ -96,8 +103,10 @@ def check_common(body: GenerationBody) -> None:
 
 
 def check_text(body: RequestBody) -> None:
-    """Refuse halves of surrogate pairs in any field."""
+    """Refuse halves of surrogate pairs in any field, and fields that would change the answer but are not served."""
     for name, value in body:
+        if value and name in _NOT_SERVED:
+            raise InvalidRequestError(f"`{name}` is not supported: {_NOT_SERVED[name]}.", param=name)
         check_unicode(value, name)
 
 

@@ -42,7 +42,12 @@ def _response_format(body: GenerationBody) -> tuple[StructuredOutputs, str] | No
     schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
     if not isinstance(schema, dict | bool):
         raise InvalidRequestError(f"`{param}.json_schema.schema` must be a JSON schema.", param=param)
-    return StructuredOutputs(json=json.dumps(schema)), param
+    return StructuredOutputs(json=_json_schema(schema)), param
+
+
+def _json_schema(schema: object) -> str:
+    """The text of a schema; ``true`` means ``{}``, the only one of the two that the grammar library reads."""
+    return json.dumps({} if schema is True else schema)
 
 
 def _structured_outputs(body: GenerationBody) -> tuple[StructuredOutputs, str] | None:
@@ -86,7 +91,7 @@ def _spec(fields: Mapping[str, Any], param: str) -> StructuredOutputs:
     schema, choice = fields.get("json"), fields.get("choice")
     regex, grammar = fields.get("regex"), fields.get("grammar")
     if schema is not None and not isinstance(schema, str):
-        schema = json.dumps(schema)
+        schema = _json_schema(schema)
     if choice is not None and not (isinstance(choice, list) and all(isinstance(item, str) for item in choice)):
         raise InvalidRequestError(f"`{param}`: choice must be a list of strings. Given: {choice!r:.100}.", param=param)
     for name, value in (("regex", regex), ("grammar", grammar)):

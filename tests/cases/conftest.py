@@ -44,7 +44,8 @@ def serve() -> Serve:
         settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_model_len": 2048}
         loaded = build(EngineArgs(model=str(folder), **(settings | args)))
         served = served_model(folder, loaded.scheduler, loaded.info.vocab_size, reasoning=reasoning)
-        door = LocalDoor(EngineCore(loaded.runner, loaded.scheduler), [served])
+        core = EngineCore(loaded.runner, loaded.scheduler)
+        door = LocalDoor(core, [served], compile_grammar=loaded.compile_grammar)
         door.engine.start()
         transport = httpx.ASGITransport(build_app(door, HttpConfig()), raise_app_exceptions=False)
         try:

@@ -32,6 +32,8 @@ async def test_values_that_are_no_numbers_or_no_text(rig: Rig, serve: Serve) -> 
         ("presence_penalty", 2.5), ("repetition_penalty", 0), ("n", 0), ("n", 1000), ("seed", 2**64), ("seed", 1.5),
         ("top_k", -2), ("max_tokens", -3), ("max_tokens", 0), ("top_logprobs", 3), ("messages", []),
         ("response_format", {"type": "yaml"}), ("chat_template_kwargs", "no"),
+        ("chat_template", "{{ 1 }}"), ("use_beam_search", True), ("functions", [{"name": "f"}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]),
     ],
 )  # fmt: skip
 async def test_values_out_of_range_are_named(rig: Rig, serve: Serve, param: str, value: Any) -> None:
@@ -48,6 +50,7 @@ async def test_ids_outside_the_vocabulary(rig: Rig, serve: Serve) -> None:
         for prompt in ([97, size], [97, -5], [1.5], [5279552648203111001], [True], [97, "x"], [[97], [size]]):
             await service.refuses(TEXT, prompt=prompt, max_tokens=2, param="prompt")
         await service.refuses(stop_token_ids=[size], max_tokens=2, param="stop_token_ids")
+        await service.refuses(TEXT, prompt="x", prompt_embeds="AAAA", param="prompt_embeds")
         await service.text([97, size - 1], max_tokens=2)
         padded = await service.same(logit_bias={str(rig.padding_id): 100}, max_tokens=3, temperature=0)
         assert (content(padded), num_completion_tokens(padded)) == ("", 3)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from nanoserve.core.config import EngineArgs
+from nanoserve.core.errors import InvalidRequestError
 from nanoserve.core.request import GenerateRequest, ThinkingBudget
 from nanoserve.core.sampling import SamplingParams
 from nanoserve.engine.core import EngineCore
+from nanoserve.llm import LLM
 from nanoserve.model.build import build
 from tests.cases.conftest import Serve
 from tests.cases.rig import Rig
@@ -120,6 +122,21 @@ async def test_every_way_to_say_it(
     (ids,) = ids_of(reply)
     assert ids.index(close_id) == num_thoughts if num_thoughts else close_id not in ids
     assert ("reasoning_content" in reply["choices"][0]["message"]) == bool(num_thoughts)
+
+
+def test_it_is_a_sampling_parameter_of_the_offline_engine(rig: Rig, thinker: Path) -> None:
+    close_id = rig.id_of("</think>")
+    params = SamplingParams(
+        max_tokens=12, ignore_eos=True, seed=5, logit_bias={close_id: -100}, thinking_token_budget=4
+    )
+    with LLM(str(thinker), dtype="float32", kv_cache_memory="1MiB", max_model_len=256) as llm:
+        ask: list[Any] = [{"role": "user", "content": "say it"}]
+        (chat,) = llm.chat(ask, params, use_tqdm=False)
+        (off,) = llm.chat(ask, replace(params, thinking_token_budget=0), use_tqdm=False)
+    assert list(chat.outputs[0].token_ids).index(close_id) == 4
+    assert close_id not in off.outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget"):
+        SamplingParams(thinking_token_budget=-1)
 
 
 async def test_a_wrong_budget_is_refused(thinker: Path, serve: Serve) -> None:

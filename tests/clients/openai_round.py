@@ -58,6 +58,8 @@ def responses(client: Any) -> None:
         assert stream.get_final_response().output_text == first.output_text
     again = client.responses.create(model="demo", input="And 1 + 1?", previous_response_id=first.id)
     assert again.previous_response_id == first.id
+    (listed,) = client.responses.input_items.list(first.id).data
+    assert listed.content[0].text == "What is 12 + 7?"
 
 
 def errors(client: Any) -> None:
@@ -72,6 +74,9 @@ def errors(client: Any) -> None:
 def rest(client: Any) -> None:
     text = client.completions.create(model="demo", prompt="one two", max_tokens=4, logprobs=2, echo=True)
     assert len(text.choices[0].logprobs.tokens) == text.usage.total_tokens
+    for form in ({}, {"encoding_format": "float"}):
+        vectors = client.embeddings.create(model="demo", input=["one", "two"], dimensions=8, **form).data
+        assert [len(vector.embedding) for vector in vectors] == [8, 8]
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
 

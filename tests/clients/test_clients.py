@@ -1,13 +1,12 @@
 """Real clients against `nanoserve serve demo`, each as its users call it. A package that is not installed is skipped.
 
-The `openai` of another major version runs from a folder of its own::
-
-    pip install --target OLD 'openai<3'
-    NANOSERVE_TEST_OPENAI=OLD pytest -m slow tests/clients
+`make test-slow` installs them (requirements.txt); NANOSERVE_TEST_OPENAI names a folder with `openai` of another major
+version.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,7 +74,7 @@ def test_openai(url: str) -> None:
 
 def test_openai_of_another_major_version(url: str) -> None:
     folder = os.environ.get("NANOSERVE_TEST_OPENAI")
-    if not folder:
+    if not folder or not Path(folder, "openai").is_dir():
         pytest.skip("NANOSERVE_TEST_OPENAI names no folder with another version")
     environment = os.environ | {"PYTHONPATH": folder}
     script = str(Path(openai_round.__file__))
@@ -84,6 +83,18 @@ def test_openai_of_another_major_version(url: str) -> None:
     import openai
 
     assert run.stdout.split()[1].split(".")[0] != openai.__version__.split(".")[0]
+
+
+def test_the_examples_of_the_readme(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run one after the other, they print what stands behind them."""
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    section = readme.split("## Talk to it")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)).replace("http://127.0.0.1:8000", url)
+    exec(code, {"__name__": "readme"})
+    printed = capsys.readouterr().out.splitlines()
+    wanted = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert len(wanted) == 5
+    assert printed[: len(wanted)] == wanted
 
 
 def test_anthropic(url: str) -> None:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import Queue
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from nanoserve.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from nanoserve.core.outputs import FinishReason, RequestOutput, StepStats
 from nanoserve.core.plan import SchedulerOutput
+from nanoserve.core.request import GenerateRequest, Grammar
 from nanoserve.engine.async_engine import AsyncEngine
 from nanoserve.engine.core import EngineCore, EngineUpdate
 from tests.engine.driving import VOCAB_SIZE, make_config, make_request
@@ -218,6 +220,48 @@ def test_a_step_that_moves_on_is_never_stuck_however_long_it_takes() -> None:
         now_s[0] += 21.0
         assert running.health().state == "stuck"
         gate.permits.release(20)
+
+
+def test_a_grammar_compiles_beside_the_steps_of_the_others() -> None:
+    door, begun, permit = Door(), threading.Event(), threading.Event()
+
+    def compile_grammar(grammar: Grammar) -> object:
+        if grammar.text == "broken":
+            raise RuntimeError("it fell over")
+        begun.set()
+        assert permit.wait(TIMEOUT_S)
+        return object()
+
+    def bound(name: str, text: str) -> GenerateRequest:
+        return replace(make_request(name, 3, max_tokens=2), grammar=Grammar(text, (0,)))
+
+    with engine(door, compile_grammar=compile_grammar) as running:
+        for name in ("heavy", "gone"):
+            running.submit(bound(name, "heavy"))
+        assert begun.wait(TIMEOUT_S)
+        running.submit(make_request("free", 3, max_tokens=5))
+        door.wait_until_finished("free")
+        running.abort("gone")
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            running.submit(make_request("heavy", 3))
+        assert door.finish_reason("heavy") is None
+        assert running.health().state == "running"
+        permit.set()
+        running.submit(bound("broken", "broken"))
+        update = door.wait_until_finished("heavy", "gone", "broken")
+        assert is_all_zero(update.stats)
+        assert running.health().state == "idle"
+    assert door.finish_reason("gone") is FinishReason.ABORT
+    assert door.finish_reason("heavy") is door.finish_reason("broken") is FinishReason.LENGTH
+
+
+def test_stopping_while_a_grammar_compiles_ends_its_request() -> None:
+    door, permit = Door(), threading.Event()
+    with engine(door, compile_grammar=lambda _: permit.wait(TIMEOUT_S)) as running:
+        running.submit(replace(make_request("r", 3), grammar=Grammar("x", (0,))))
+        running.stop(TIMEOUT_S)
+        assert door.wait_until_finished("r").outputs[0].finish_reason is FinishReason.ERROR
+        permit.set()
 
 
 def test_stop_ends_open_requests_closes_the_executor_and_can_be_repeated() -> None:

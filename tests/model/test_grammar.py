@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -102,22 +104,23 @@ def test_samples_after_drafts_are_masked_as_if_the_drafts_were_accepted(vocabula
     grammar = Grammar(grammar_text(StructuredOutputs(regex="abcd")), (EOS,))
     state = AdmittedState(token_ids=(1, 2, ord("a")), num_prompt_tokens=2, sampling=SamplingParams(), grammar=grammar)
     table.admit("r", state)
+    free = ScheduledRequest(request_id="free", token_ids=(1,), num_computed_tokens=0, num_samples=5)
     drafted = ScheduledRequest(
         request_id="r", token_ids=(ord("a"), ord("b"), ord("x"), ord("d")), num_computed_tokens=2, num_samples=4
     )
     for _ in range(2):  # asking changes nothing
-        allowed_now = table.allowed([drafted], [5])
+        allowed_now = table.begin([free, drafted])()
         assert allowed_now is not None
         entries, masks = allowed_now
         assert entries.tolist() == [5, 6]
         assert [bits(mask) for mask in masks] == [[ord("b")], [ord("c")]]
     table.accept({"r": SampledTokens(token_ids=tuple(b"bc"))})
     one = ScheduledRequest(request_id="r", token_ids=(ord("c"),), num_computed_tokens=5, num_samples=1)
-    last = table.allowed([one], [0])
+    last = table.begin([one])()
     assert last is not None
     assert [bits(mask) for mask in last[1]] == [[ord("d")]]
     table.release("r")
-    assert table.allowed([one], [0]) is None
+    assert table.begin([one])() is None
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(vocabulary: GrammarTokenizer) -> None:
@@ -132,7 +135,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(vocabulary: GrammarTokenize
         ScheduledRequest(request_id=request_id, token_ids=(1,), num_computed_tokens=0, num_samples=1)
         for request_id in texts
     ]
-    masked = table.allowed(plan, [0, 1])
+    masked = table.begin(plan)()
     assert masked is not None
     assert masked[0].tolist() == [0]
     sampled = {request_id: SampledTokens(token_ids=(ord("o"),)) for request_id in (*texts, "free")}
@@ -145,3 +148,42 @@ def test_end_ids_among_the_padding_rows_are_left_out(vocabulary: GrammarTokenize
     grammar = Grammar(grammar_text(StructuredOutputs(regex="ok")), (EOS, VOCAB - 1))
     matcher = vocabulary.matcher(grammar, list(b"ok"))
     assert allowed(matcher) == [EOS]
+
+
+def test_a_grammar_is_compiled_once_while_it_is_held_or_recent(vocabulary: GrammarTokenizer) -> None:
+    def numbered(number: int) -> Grammar:
+        return Grammar(grammar_text(StructuredOutputs(choice=(f"choice {number}",))), (EOS,))
+
+    held, recent = vocabulary.compiled(numbered(0)), vocabulary.compiled(numbered(1))
+    assert vocabulary.compiled(numbered(1)) is recent
+    gone = weakref.ref(recent)
+    del recent
+    for number in range(2, 80):
+        vocabulary.compiled(numbered(number))
+    assert vocabulary.compiled(numbered(0)) is held
+    assert gone() is None
+
+
+def test_a_checkpoint_without_a_tokenizer_file_fails_the_request_alone(tmp_path: Path) -> None:
+    table = GrammarTable(GrammarTokenizer(tmp_path, VOCAB))
+    grammar = Grammar(grammar_text(StructuredOutputs(regex="ok")), (EOS,))
+    table.admit("r", AdmittedState(token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams(), grammar=grammar))
+    one = ScheduledRequest(request_id="r", token_ids=(1,), num_computed_tokens=0, num_samples=1)
+    assert table.begin([one])() is None
+    sampled = {"r": SampledTokens(token_ids=(5,))}
+    table.accept(sampled)
+    assert "tokenizer.json" in (sampled["r"].error or ("", ""))[1]
+
+
+def test_what_the_door_lets_through_the_engine_compiles(vocabulary: GrammarTokenizer) -> None:
+    """The deepest chain of references that passes the check, on whatever stack the caller has."""
+    steps: dict[str, object] = {str(i): {"properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(500)}
+    text = grammar_text(StructuredOutputs(json=json.dumps({"$ref": "#/$defs/0", "$defs": steps | {"500": {}}})))
+    small = threading.stack_size(512 * 1024)
+    try:
+        thread = threading.Thread(target=vocabulary.compiled, args=[Grammar(text, (EOS,))])
+        thread.start()
+    finally:
+        threading.stack_size(small)
+    thread.join()
+    assert vocabulary.matcher(Grammar(text, (EOS,))).error is None

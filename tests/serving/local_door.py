@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from nanoserve.core.outputs import RequestOutput, StepStats
 from nanoserve.core.request import GenerateRequest
@@ -55,11 +56,11 @@ class LocalStream:
 class LocalDoor:
     """Owns the engine's thread. Made and used on one event loop."""
 
-    def __init__(self, core: EngineCore, served: Sequence[ServedModel]) -> None:
+    def __init__(self, core: EngineCore, served: Sequence[ServedModel], **engine: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._served = served
         self._streams: dict[str, LocalStream] = {}
-        self.engine = AsyncEngine(core, self._deliver)
+        self.engine = AsyncEngine(core, self._deliver, **engine)
         self.stats = StepStats()
         self.min_outputs = 1
 

@@ -180,19 +180,54 @@ async def test_what_is_not_stored_is_not_found(served: ServedModel, client_for: 
             assert refused(reply, 404, "previous_response_id")["code"] == "previous_response_not_found"
 
 
+def kept(num_bytes: int) -> StoredResponse:
+    return StoredResponse.of(b"x" * (num_bytes - 2), [], [], [])
+
+
 def test_the_store_is_bounded_by_count_and_bytes() -> None:
     store = ResponseStore(max_count=3, max_bytes=100)
     for number in range(4):
-        store.put(f"r{number}", StoredResponse.of(b"x" * 20, []))
+        store.put(f"r{number}", kept(20))
         store.get("r0")
     assert [store.get(f"r{number}") is not None for number in range(4)] == [True, False, True, True]
-    store.put("large", StoredResponse.of(b"x" * 60, []))
+    store.put("large", kept(60))
     assert len(store) == 2  # 62 + 22 bytes
-    store.put("too large", StoredResponse.of(b"x" * 99, []))
+    store.put("too large", kept(99))
     assert len(store) == 0
-    store.put("r", StoredResponse.of(b"x" * 90, []))
+    store.put("r", kept(90))
     assert store.pop("r") is not None
     assert store.pop("r") is None
+
+
+async def test_items_are_listed_and_may_be_referred_to(served: ServedModel, client_for: ClientFor) -> None:
+    door = door_saying(served, "Fine.")
+    async with client_on(door) as client:
+        items = [{"role": "user", "content": f"turn {number}"} for number in range(3)]
+        first = await client.responses.create(model=MODEL, input=items)
+        listed = [item async for item in client.responses.input_items.list(first.id, order="asc", limit=2)]
+        assert [item.content[0].text for item in listed] == ["turn 0", "turn 1", "turn 2"]
+        newest = await client.responses.input_items.list(first.id, limit=1)
+        assert (newest.data[0].id, newest.has_more) == (listed[2].id, True)
+        referring = [
+            {"type": "item_reference", "id": listed[1].id},
+            {"id": first.output[0].id},
+            {"role": "user", "content": "and?"},
+        ]
+        second = await client.responses.create(model=MODEL, input=referring)
+        prompt = served.tokenizer.decode(door.opened[-1].prompt_token_ids)
+        assert [word in prompt for word in ("turn 0", "turn 1", "Fine.", "and?")] == [False, True, True, True]
+        assert len((await client.responses.input_items.list(second.id)).data) == 3
+        await client.responses.delete(first.id)
+        await client.responses.create(model=MODEL, input=referring[:1])  # the second response holds it too
+        await client.responses.delete(second.id)
+    async with client_for(door) as plain:
+        gone = await plain.post("/v1/responses", json=ASKED | {"input": referring})
+        assert refused(gone, 404, "input")["code"] == "item_not_found"
+        third = (await plain.post("/v1/responses", json=ASKED)).json()["id"]
+        refused(await plain.get(f"/v1/responses/{third}?stream=true"), 400, "stream")
+        for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")):
+            refused(await plain.get(f"/v1/responses/{third}/input_items?{query}"), 400, param)
+        refused(await plain.get("/v1/responses/none/input_items"), 404)
 
 
 async def test_truncation_drops_the_oldest_messages_when_asked_to(served: ServedModel, client_for: ClientFor) -> None:
@@ -227,7 +262,6 @@ async def test_logprobs_are_of_the_text_alone(served: ServedModel, client_for: C
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "add"}]}, "input"),

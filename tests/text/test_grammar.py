@@ -31,6 +31,9 @@ def test_a_bad_schema_is_refused_with_its_reason(schema: object) -> None:
         StructuredOutputs(json="not json"),
         StructuredOutputs(regex="(?P<x>"),
         StructuredOutputs(grammar="start: nowhere"),
+        StructuredOutputs(grammar="root ::= ("),
+        StructuredOutputs(grammar='other ::= "a"'),
+        StructuredOutputs(grammar="root ::= " + "(" * 5000),
         StructuredOutputs(choice=()),
         StructuredOutputs(json=json.dumps({"enum": ["x" * 300_000]})),
     ],
@@ -40,10 +43,60 @@ def test_bad_grammars_of_every_kind_are_refused(spec: StructuredOutputs) -> None
         grammar_text(spec)
 
 
-def test_a_schema_that_would_take_seconds_to_compile_is_refused() -> None:
-    schema: dict[str, object] = {"anyOf": [{"properties": {f"p{index}": {} for index in range(501)}} for _ in range(2)]}
-    with pytest.raises(InvalidRequestError, match="1000 properties"):
+@pytest.mark.parametrize(
+    "keyword, value",
+    [
+        ("uniqueItems", True), ("not", {}), ("if", {}), ("dependentRequired", {}), ("contains", {}),
+        ("propertyNames", {}), ("unevaluatedProperties", False), ("format", "postal"),
+        ("oneOf", [{"minimum": 3}, {"maximum": 5}]), ("x-guidance", {"lenient": True}), ("$ref", "http://else/where"),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_cannot_be_kept_is_refused_by_name(keyword: str, value: object) -> None:
+    """Ignored, it would let an answer through that breaks the schema."""
+    with pytest.raises(InvalidRequestError) as caught:
+        grammar_text(StructuredOutputs(json=json.dumps({"properties": {"a": {keyword: value}}})))
+    named = {"$ref": "else/where", "format": "postal"}.get(keyword, keyword)
+    assert named in caught.value.message
+
+
+def chain(length: int) -> dict[str, object]:
+    """A schema whose references go so many levels deep, and no level of it is deep."""
+    steps: dict[str, object] = {"0": {}}
+    for number in range(1, length):
+        steps[str(number)] = {"items": {"items": {"items": {"$ref": f"#/$defs/{number - 1}"}}}}
+    return {"$ref": f"#/$defs/{length - 1}", "$defs": steps}
+
+
+NAMES = [f"p{index}" for index in range(1001)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {name: {} for name in NAMES}}, "1000 properties"),
+        ({"required": NAMES}, "1000 properties"),
+        ({"anyOf": [{"const": name} for name in NAMES]}, "1000 properties"),
+        ({"patternProperties": {f"^k{index}x": {} for index in range(900)}}, "more than 1 s"),
+        (chain(900), "nested too deeply"),
+    ],
+)
+def test_a_schema_that_explodes_is_refused_wherever_it_stands_and_the_next_one_is_not(
+    schema: dict[str, object], reason: str
+) -> None:
+    """A chain of references overflows the library's stack, which ends the process that compiles it."""
+    with pytest.raises(InvalidRequestError, match=reason):
         grammar_text(StructuredOutputs(json=json.dumps(schema)))
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        tool_call_grammar([{"name": "f", "parameters": schema}])
+    assert caught.value.param == "tools"
+    assert grammar_text(StructuredOutputs(json=json.dumps(chain(100))))
+
+
+def test_what_a_client_wrote_itself_is_shorter() -> None:
+    inner = json.dumps({"required": [f"p{index}" for index in range(5000)]})
+    for spec in (StructuredOutputs(grammar=f"start: %json {inner}"), StructuredOutputs(regex="a?" * 20_000)):
+        with pytest.raises(InvalidRequestError, match="characters"):
+            grammar_text(spec)
 
 
 def test_exactly_one_kind_is_asked_for() -> None:
@@ -60,6 +113,7 @@ def test_exactly_one_kind_is_asked_for() -> None:
         StructuredOutputs(regex="[0-9]+"),
         StructuredOutputs(choice=("yes", 'a"b\\c', "日本")),
         StructuredOutputs(grammar='start: "a" | "b"'),
+        StructuredOutputs(grammar='root ::= [a-z]{2} ws\nws ::= " "*'),
         StructuredOutputs(tags=(("<a", "<a>", "{}", "</a>"),)),
     ],
 )

@@ -386,3 +386,22 @@ def test_around_a_tokenized_text_nothing_is_put_unless_wanted(
     for field in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
         preprocessor.tokenize(TokenizeRequest.model_validate({"prompt": "a"} | field))
     assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", "x" * 1025),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", [1] * 1025),
+        ("messages", [{"role": "user", "content": ""}] * 5000),
+        ("messages", [{"role": "user", "content": "x" * 500_000}]),
+        ("logit_bias", {str(number): 1 for number in range(4097)}),
+    ],
+)
+def test_nothing_is_without_end(preprocessor: Preprocessor, field: str, value: object) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], field: value}
+    with pytest.raises(InvalidRequestError) as caught:
+        preprocessor.chat(ChatCompletionRequest.model_validate(body), "r")
+    assert caught.value.param == field
+    assert len(caught.value.message) < 300
