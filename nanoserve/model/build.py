@@ -128,7 +128,10 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         )
     num_parameters, loaded_bytes = _load(network, folder)
     own_bytes = loaded_bytes - method.saved_bytes
-    free = free_bytes(network, backend, config, args, device) if device.type == "cuda" else None
+    free = None
+    generates = "generate" in tasks_of(architecture)
+    if device.type == "cuda":
+        free = free_bytes(network, backend, config, args, device, generates=generates)
     num_blocks = _count_blocks(args, backend, config, max_model_len=max_model_len, free=free)
     num_blocks, weights_bytes = agree(num_blocks, own_bytes)
     pool, tiers, scheduler, memory = _allocate(
@@ -159,7 +162,7 @@ def build_rank(args: EngineArgs, collective: Collective, agree: Agree) -> Loaded
         shard = ShardRunner(network, backend, pool, batch=batch, tiers=tiers)
         return LoadedModel(runner=shard, scheduler=scheduler, info=info, compile_grammar=lambda _: None)
     graphs = None
-    if collective.size == 1:  # a capture runs steps that the shards know nothing of
+    if collective.size == 1 and generates:  # a capture runs steps that the shards know nothing of
         graphs = decode_graphs(args, network, backend, pool, max_blocks=max_blocks)
     grammars = GrammarTokenizer(folder, config.vocab_size)
     runner = ModelRunner(

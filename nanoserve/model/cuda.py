@@ -39,9 +39,18 @@ def refuse_on_cuda(args: EngineArgs) -> None:
 
 @torch.inference_mode()
 def free_bytes(
-    network: Network, backend: AttentionBackend, config: ModelConfig, args: EngineArgs, device: torch.device
+    network: Network,
+    backend: AttentionBackend,
+    config: ModelConfig,
+    args: EngineArgs,
+    device: torch.device,
+    *,
+    generates: bool,
 ) -> int:
-    """Bytes that the GPU has left beside the weights and the largest step, which is run once to see what it takes."""
+    """Bytes that the GPU has left beside the weights and the largest step, which is run once to see what it takes.
+
+    ``generates``: the network has a vocabulary head.
+    """
     num_tokens = args.max_num_batched_tokens
     num_blocks = -(-num_tokens // args.block_size)
     torch.cuda.synchronize(device)
@@ -62,7 +71,8 @@ def free_bytes(
     )
     token_ids, where = batch.token_ids.to(device), batch.positions.to(device)
     hidden = network.forward(token_ids, where, pool.layers, backend.prepare(batch))
-    network.logits(hidden[: args.max_num_seqs]).float()
+    if generates:
+        network.logits(hidden[: args.max_num_seqs]).float()
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - weights - pool_bytes
     del pool, hidden

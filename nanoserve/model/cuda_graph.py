@@ -157,7 +157,6 @@ class DecodeGraphs:
         if size not in self._graphs:
             self._clear(self._state)
             self._graphs[size] = self._capture(lambda: self._step(size))
-            self._clear(self._state)
             logger.info("captured the graph of %d rows", size)
         return self._graphs[size]
 

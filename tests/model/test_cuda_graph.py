@@ -42,9 +42,13 @@ class Network:
 
 
 class Backend:
-    """Metadata is the block of each row's position; padding has none."""
+    """Metadata is the block of each row's position; padding has none. ``live`` counts the rows that store KV."""
+
+    def __init__(self) -> None:
+        self.live: list[int] = []
 
     def prepare_decode(self, positions: Tensor, block_tables: Tensor) -> Tensor:
+        self.live.append(int((positions >= 0).sum()))
         blocks = block_tables.gather(1, (positions.clamp(min=0) // BLOCK_SIZE)[:, None])[:, 0]
         return torch.where(positions < 0, 0, blocks)
 
@@ -139,9 +143,11 @@ class Requests:
         return (self.tokens[row] * 31 + position * 7 + block + int(self.table.top_k[row]) + position + 1) % VOCAB
 
 
-def graphs_for(requests: Requests, network: Network, capture: Any) -> cuda_graph.DecodeGraphs:
+def graphs_for(
+    requests: Requests, network: Network, capture: Any, backend: Backend | None = None
+) -> cuda_graph.DecodeGraphs:
     return cuda_graph.DecodeGraphs(
-        network, Backend(), [torch.zeros(1)], requests.table,
+        network, backend or Backend(), [torch.zeros(1)], requests.table,
         max_num_seqs=MAX_SEQS, max_blocks=MAX_BLOCKS, capture=capture,
     )  # fmt: skip
 
@@ -173,6 +179,18 @@ def test_batches_are_padded_to_buckets_and_captured_once(copies: list[int]) -> N
     requests.step(graphs, list(range(9)))
     assert network.sizes == [4, 10, 10, 10, 10], "the largest bucket is captured when it is first needed"
     assert (replays.num_captures, replays.num_replays) == (5, 3)
+
+
+def test_padding_stores_nothing_however_long_a_batch_stays(copies: list[int]) -> None:
+    """A row of padding that came to life would write over block 0, whoever holds it."""
+    requests, backend = Requests(), Backend()
+    graphs = graphs_for(requests, Network(), Replays(), backend)
+    for row in range(7):
+        requests.admit(row, 1, top_k=0)
+    for _ in range(3):
+        requests.step(graphs, [0, 1, 2])
+    requests.step(graphs, list(range(7)))
+    assert backend.live == [0, 0, 3, 3, 3, 0, 0, 7], "two steps of each capture, then those of the batch"
 
 
 def test_a_steady_step_copies_new_entries_of_block_tables_and_nothing_else(copies: list[int]) -> None:

@@ -43,5 +43,13 @@ def test_every_kernel_compiles_to_good_code(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+def test_the_measurements_of_a_gpu_can_be_rehearsed() -> None:
+    command = [str(ROOT / "benchmarks/gpu/run.sh"), "--rehearse", "--only", "ceilings", "copies", "start"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["ceilings", "copies", "start"]
+
+
 def test_the_whole_engine_is_greedy_as_transformers() -> None:
     interpreted("tests/model/kernels/interpreted/check_engine.py")
