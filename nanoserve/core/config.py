@@ -119,8 +119,6 @@ class EngineArgs:
             raise ConfigError("`kv_disk_path` and `kv_disk_memory` must be given together.", param="kv_disk_path")
         if self.kv_disk_path is not None and self.kv_host_memory is None:
             raise ConfigError("`kv_disk_path` needs `kv_host_memory`: blocks pass through it.", param="kv_disk_path")
-        if self.kv_host_memory is not None and self.tensor_parallel_size != 1:
-            raise ConfigError("`kv_host_memory` needs `tensor_parallel_size` 1 as yet.", param="kv_host_memory")
         if self.kv_host_memory is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "`kv_host_memory` keeps cached prefixes, so it needs prefix caching.", param="kv_host_memory"

@@ -105,7 +105,8 @@ class _Step:
 
         It comes in with the next step, since its hits may be in the victims' blocks; at once where nobody else is left.
         """
-        head = next(waiting)
+        if (head := next(waiting, None)) is None:  # its blocks are still on their way from the disk
+            return waiting
         num_kept, num_free_blocks, given = self.num_kept, self.num_free_blocks, list[int]()
         while not (fits := num_kept < self.limits.max_num_seqs and head.num_blocks <= num_free_blocks):
             if not num_kept or self.running[num_kept - 1].rank[0] <= urgency:

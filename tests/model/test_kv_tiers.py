@@ -111,7 +111,6 @@ def test_the_file_leaves_nothing_behind_and_a_full_disk_loses_blocks_only(tmp_pa
         ({"kv_host_memory": "1MiB", "kv_disk_path": "/nowhere", "kv_disk_memory": "1MiB"}, "folder"),
         ({"kv_host_memory": "1MiB", "kv_disk_path": "/tmp"}, "together"),
         ({"kv_disk_path": "/tmp", "kv_disk_memory": "1MiB"}, "needs `kv_host_memory`"),
-        ({"kv_host_memory": "1MiB", "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"kv_host_memory": "1MiB", "enable_prefix_caching": False}, "prefix caching"),
         (
             {"kv_host_memory": "1MiB", "kv_disk_path": "/tmp", "kv_disk_memory": "1MiB", "tensor_parallel_size": 2},
