@@ -41,6 +41,7 @@ from nanoserve.text.xml_calls import parameter_schemas
 
 __all__ = ["ModelLimits", "OutputPolicy", "PreparedRequest", "Preprocessor"]
 
+MAX_CHOICES = 2048  # of one request: each is a request of its own to an engine
 DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -150,8 +151,13 @@ class Preprocessor:
                 "`max_tokens` must be >= 1 (0 only with `echo` or `prompt_logprobs`). Given: 0.", param="max_tokens"
             )
         grammar = self._grammar(body, Thinking.OFF, ToolUse((), ()))
+        prompts = self._reader.all(body.prompt)
+        if (num_choices := len(prompts) * params.n) > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"`n` times the number of prompts must be <= {MAX_CHOICES}. Given: {num_choices}.", param="n"
+            )
         prepared = []
-        for number, prompt in enumerate(self._reader.all(body.prompt)):
+        for number, prompt in enumerate(prompts):
             policy = _policy(params, echo=bool(body.echo), prompt_text=self._echo_text(body, prompt))
             origin = _origin(body, request_id, "prompt", first_index=number * params.n)
             prepared.append(self._prepared(prompt, params, policy, grammar, origin))

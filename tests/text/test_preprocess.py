@@ -169,6 +169,12 @@ def small(tokenizer: Tokenizer, **fields: Any) -> Preprocessor:
     return Preprocessor(tokenizer, ModelLimits(**limits), GenerationDefaults())
 
 
+def test_prompts_times_choices_are_bounded_before_any_is_made(tokenizer: Tokenizer) -> None:
+    preprocessor = small(tokenizer)
+    assert len(completions(preprocessor, ["a"] * 16, n=128)) == 16
+    assert refused(preprocessor, ["a"] * 17, n=128).param == "n"
+
+
 def test_prompts_at_the_limit(tokenizer: Tokenizer) -> None:
     preprocessor = small(tokenizer)
     for ids, max_tokens in (([1] * 64, 4), ([1] * 65, 1), ([1] * 65, 0)):
