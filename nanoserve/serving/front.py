@@ -61,13 +61,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 class RequestIds:
-    """Takes a clean ``x-request-id`` or makes one; returns it with every response.
+    """Takes a clean ``x-request-id`` or makes one; returns it with every response unless Ray Serve does.
 
     It names the request in logs only: two requests may carry the same one at once.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, returned: bool = True) -> None:
         self._app = app
+        self._returned = returned
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,6 +76,8 @@ class RequestIds:
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         request_id = given if _FINE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         scope["request_id"] = request_id
+        if not self._returned:
+            return await self._app(scope, receive, send)
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:

@@ -72,6 +72,7 @@ class HttpConfig:
     """What an operator may set about the front door.
 
     ``cors_origins`` empty: no CORS headers, browsers of other origins are refused; ``("*",)``: all are let in.
+    ``returns_request_id`` False: Ray Serve adds it.
     ``num_routers`` apps share the keys' quotas. ``max_request_s``: the most time that a request may take.
     ``ping_s``: after so much silence a stream sends a comment; ``stall_s``: after so long a client that does not read
     is dropped. ``max_stored_responses`` and ``max_stored_bytes``: how many of ``/v1/responses`` are remembered for
@@ -79,6 +80,7 @@ class HttpConfig:
     """
 
     api_keys: tuple[str | ApiKey, ...] = ()
+    returns_request_id: bool = True
     num_routers: int = 1
     max_request_s: float | None = None
     cors_origins: tuple[str, ...] = ()
@@ -118,7 +120,12 @@ def _middleware(config: HttpConfig, backstage: Backstage) -> list[Middleware]:
     callers = callers_of(config.api_keys, config.num_routers)
     doors = [Middleware(Faults), Middleware(Callers, callers=callers, usage=backstage.usage)]
     traces = [] if backstage.trace is None else [Middleware(backstage.trace)]
-    return [Middleware(RequestIds), *traces, *([cors] if config.cors_origins else []), *doors]
+    return [
+        Middleware(RequestIds, returned=config.returns_request_id),
+        *traces,
+        *([cors] if config.cors_origins else []),
+        *doors,
+    ]
 
 
 class Routes:

@@ -123,6 +123,7 @@ def http_door(feeds: Mapping[str, FeedDoor], scrape: Scrape, args: ServingArgs) 
 def http_app(feeds: Mapping[str, FeedDoor], backstage: Backstage, args: ServingArgs) -> Any:
     """The OpenAI-compatible app around the feeds of this process."""
     config = HttpConfig(
+        returns_request_id=False,
         api_keys=args.api_keys,
         num_routers=args.num_routers,
         max_request_s=args.max_request_s,

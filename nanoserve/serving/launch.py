@@ -67,9 +67,8 @@ def serve(launch: Launch) -> int:
     """
     for app in launch.apps:
         args = ServingArgs.model_validate(app.args)
-        if app.import_path == BUILDER:
-            for model in args.served:
-                resolve_model(model.engine.model)
+        if app.import_path == BUILDER and not args.models:  # of several, one that is missing stops no other
+            resolve_model(args.engine.model)
     _check_port(launch.host, launch.port)
     proxy = choose(launch.proxy)
     with _Signals() as signals:

@@ -103,6 +103,10 @@ def test_every_environment_variable_is_still_read(tmp_path: Path) -> None:
     assert [name for name in sorted(names) if not any(f'"{name}"' in source for source in sources)] == []
 
 
+def test_serve_itself_returns_the_request_id() -> None:
+    assert 'headers.append("X-Request-ID", request_id)' in (SERVE_FOLDER / "_private" / "http_util.py").read_text()
+
+
 def test_haproxys_file_has_the_lines_that_we_correct() -> None:
     template = (SERVE_FOLDER / "_private" / "haproxy_templates.py").read_text()
     assert re.search(r"^ +bind :\{\{ config\.metrics_port \}\}$", template, re.MULTILINE)
