@@ -18,7 +18,7 @@ import httpx
 
 from nanoserve.serving import processes, proxy
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 200.0
 
 
 class Cluster:

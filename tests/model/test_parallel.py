@@ -268,8 +268,9 @@ def test_a_lost_shard_ends_the_engine_with_the_reason(llm: LLM, number: signal.S
 
 
 _PROGRAM = """
-import sys
+import signal
 from nanoserve import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit it ignored
 llm = LLM("demo", max_model_len=256, num_threads=1, tensor_parallel_size=2)
 print("ready", flush=True)
 while True:
@@ -284,6 +285,13 @@ def test_no_shard_outlives_its_parent(number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
+    try:
+        check_end(process, number)
+    finally:
+        process.kill()
+
+
+def check_end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     [shard] = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
