@@ -71,7 +71,11 @@ class Cluster:
         app = {"name": "app", "route_prefix": "/", "import_path": "nanoserve.serving:build", "args": args}
         config = {"http_options": {"host": "127.0.0.1", "port": self._http_port}, "applications": [app]}
         url = f"http://127.0.0.1:{self._dashboard_port}/api/serve/applications/"
-        reply = httpx.put(url, json=config, headers=self._authorization, timeout=60)
+        give_up_s = time.monotonic() + 60
+        while (reply := httpx.put(url, json=config, headers=self._authorization, timeout=60)).status_code >= 500:
+            if time.monotonic() > give_up_s:  # the head answers before all of it is up
+                break
+            time.sleep(1)
         reply.raise_for_status()
 
     def wait(self, timeout_s: float = _START_TIMEOUT_S) -> None:
