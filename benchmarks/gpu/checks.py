@@ -145,17 +145,7 @@ def random_step(spec: AttentionSpec, lens: list[tuple[int, int]]) -> Step:
         exact.append(dense_attention(q.double(), k.double(), v.double()).flatten(1))
     query_lens = np.array([now for _, now in lens])
     kv_lens = np.array([before + now for before, now in lens])
-    owners = np.repeat(np.arange(len(lens)), query_lens)
-    positions = np.arange(query_lens.sum()) + np.repeat(kv_lens - query_lens.cumsum(), query_lens)
-    batch = ForwardBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slot_blocks=torch.from_numpy(tables[owners, positions // spec.block_size]),
-        slot_offsets=torch.from_numpy(positions % spec.block_size),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        block_tables=tables,
-    )
+    batch = ForwardBatch.trial(query_lens, kv_lens, tables, spec.block_size)
     return Step(batch, pool, torch.cat(qs), torch.cat(ks), torch.cat(vs), torch.cat(exact))
 
 

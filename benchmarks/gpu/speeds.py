@@ -148,17 +148,8 @@ def _prefill() -> dict[str, float]:
 
 def _prefill_batch(batch: int, length: int, per_request: int) -> ForwardBatch:
     tables = np.arange(batch * per_request).reshape(batch, per_request)
-    positions = np.tile(np.arange(length), batch)
-    owners = np.repeat(np.arange(batch), length)
-    return ForwardBatch(
-        token_ids=torch.zeros(batch * length, dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slot_blocks=torch.from_numpy(tables[owners, positions // 256]),
-        slot_offsets=torch.from_numpy(positions % 256),
-        query_lens=np.full(batch, length),
-        kv_lens=np.full(batch, length),
-        block_tables=tables,
-    )
+    lens = np.full(batch, length)
+    return ForwardBatch.trial(lens, lens, tables, 256)
 
 
 def _choose() -> dict[str, float]:

@@ -59,17 +59,10 @@ def free_bytes(
     weights = torch.cuda.memory_allocated(device)
     pool = KVPool(backend, num_layers=config.num_layers, num_blocks=num_blocks, device=device)
     pool_bytes = torch.cuda.memory_allocated(device) - weights
-    positions = np.arange(num_tokens)
-    batch = ForwardBatch(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        positions=torch.from_numpy(positions % args.block_size),
-        slot_blocks=torch.from_numpy(positions // args.block_size),
-        slot_offsets=torch.from_numpy(positions % args.block_size),
-        query_lens=np.array([num_tokens]),
-        kv_lens=np.array([num_tokens]),
-        block_tables=np.arange(num_blocks)[None],
-    )
-    token_ids, where = batch.token_ids.to(device), batch.positions.to(device)
+    lens = np.array([num_tokens])
+    batch = ForwardBatch.trial(lens, lens, np.arange(num_blocks)[None], args.block_size)
+    # The positions need not be the request's own: there may be fewer of them than tokens in a step.
+    token_ids, where = batch.token_ids.to(device), (batch.positions % args.block_size).to(device)
     hidden = network.forward(token_ids, where, pool.layers, backend.prepare(batch))
     if generates:
         network.logits(hidden[: args.max_num_seqs]).float()

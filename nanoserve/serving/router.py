@@ -90,6 +90,11 @@ class Router:
         """Refuse new requests; end those still open after ``seconds`` with an error event."""
         await asyncio.gather(*[door.drain(seconds) for door in self._doors.values()])
 
+    @property
+    def _routers(self) -> DeploymentHandle:
+        """All routers of the application, this one among them; Serve keeps the handle."""
+        return serve.get_deployment_handle(self._context.deployment, self._context.app_name)
+
     async def router_id(self) -> str:
         """Answers a roll call."""
         return str(self._context.replica_id.unique_id)
@@ -111,10 +116,9 @@ class Router:
 
     async def _is_called(self) -> bool | None:
         """Whether Serve lists this router; None where something, a router that dies for one, spoils the roll call."""
-        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
         try:
             async with asyncio.timeout(PEER_TIMEOUT_S):
-                return await self.router_id() in await routers.broadcast("router_id").results_async()
+                return await self.router_id() in await self._routers.broadcast("router_id").results_async()
         except DeploymentUnavailableError:  # Serve lists none
             return False
         except Exception as error:
@@ -133,9 +137,8 @@ class Router:
         return self._timelines.find(tenant, id_)
 
     async def _ask_others(self, tenant: str, id_: str) -> Json | None:
-        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
         async with asyncio.timeout(PEER_TIMEOUT_S):
-            found = await routers.broadcast("find_timeline", tenant, id_).results_async()
+            found = await self._routers.broadcast("find_timeline", tenant, id_).results_async()
         return next((each for each in found if each is not None), None)
 
     def __del__(self) -> None:
@@ -153,9 +156,8 @@ class Router:
         ]
         if self._args.num_routers == 1:
             return render([*families, *await self.door_families()])
-        routers = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
         async with asyncio.timeout(PEER_TIMEOUT_S):
-            for door in await routers.broadcast("door_families").results_async():
+            for door in await self._routers.broadcast("door_families").results_async():
                 families += door
         return render(families)
 

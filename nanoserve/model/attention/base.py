@@ -1,7 +1,7 @@
 """What every attention backend offers, and the flat description of a step that it prepares itself from."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -49,6 +49,38 @@ class ForwardBatch:
     query_lens: IntArray
     kv_lens: IntArray
     block_tables: IntArray
+
+    @classmethod
+    def trial(cls, query_lens: IntArray, kv_lens: IntArray, block_tables: IntArray, block_size: int) -> Self:
+        """A step of these lengths whose token ids do not matter, for checks and timings of attention alone."""
+        owners = np.repeat(np.arange(len(query_lens)), query_lens)
+        positions = np.arange(query_lens.sum()) + np.repeat(kv_lens - query_lens.cumsum(), query_lens)
+        return cls(
+            token_ids=torch.zeros(len(positions), dtype=torch.int64),
+            positions=torch.from_numpy(positions),
+            slot_blocks=torch.from_numpy(block_tables[owners, positions // block_size]),
+            slot_offsets=torch.from_numpy(positions % block_size),
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            block_tables=block_tables,
+        )
+
+
+class PlainLayout:
+    """KV of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim] in the model's dtype, a view of the pool."""
+
+    _spec: AttentionSpec
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._spec.dtype
+
+    def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        spec = self._spec
+        return (num_blocks, num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def layer(self, pool: Tensor, index: int) -> Tensor:
+        return pool[:, index]
 
 
 class AttentionBackend(Protocol):

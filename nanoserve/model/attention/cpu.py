@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, IntArray
+from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, IntArray, PlainLayout
 from nanoserve.model.attention.heads import prepared_heads
 
 # A group is closed when its KV outgrows this, to bound the scratch buffers and to keep them in the cache.
@@ -50,7 +50,7 @@ class _Metadata:
     chunks: list[_Chunk]
 
 
-class CpuAttention:
+class CpuAttention(PlainLayout):
     """KV of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of the pool."""
 
     name = "cpu"
@@ -65,17 +65,6 @@ class CpuAttention:
         if spec.device.type != "cpu":
             return f"the device is {spec.device.type}, not cpu"
         return None if spec.kv_cache_dtype == "auto" else "it keeps KV in the model's dtype only"
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self._spec.dtype
-
-    def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        spec = self._spec
-        return (num_blocks, num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-    def layer(self, pool: Tensor, index: int) -> Tensor:
-        return pool[:, index]
 
     def prepare(self, batch: ForwardBatch) -> _Metadata:
         starts = np.cumsum(batch.query_lens) - batch.query_lens

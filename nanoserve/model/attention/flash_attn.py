@@ -257,18 +257,7 @@ def _trial_batch(spec: AttentionSpec, phase: str) -> ForwardBatch:
     order = iter(np.random.default_rng(0).permutation(num_blocks.sum()).tolist())
     for row, count in zip(tables, num_blocks, strict=True):
         row[:count] = [next(order) for _ in range(count)]
-    owners = np.repeat(np.arange(len(kv_lens)), query_lens)
-    shift = np.repeat(kv_lens - query_lens.cumsum(), query_lens)
-    positions = np.arange(query_lens.sum()) + shift
-    return ForwardBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slot_blocks=torch.from_numpy(tables[owners, positions // spec.block_size]),
-        slot_offsets=torch.from_numpy(positions % spec.block_size),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        block_tables=tables,
-    )
+    return ForwardBatch.trial(query_lens, kv_lens, tables, spec.block_size)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

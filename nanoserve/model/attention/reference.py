@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms
+from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, PlainLayout
 from nanoserve.model.attention.heads import prepared_heads
 
 
@@ -18,7 +18,7 @@ class _Metadata:
     block_tables: list[Tensor]
 
 
-class ReferenceAttention:
+class ReferenceAttention(PlainLayout):
     """Dense attention over gathered blocks. KV of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
 
     name = "reference"
@@ -29,17 +29,6 @@ class ReferenceAttention:
     @staticmethod
     def reject(spec: AttentionSpec) -> str | None:
         return None if spec.kv_cache_dtype == "auto" else "it keeps KV in the model's dtype only"
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self._spec.dtype
-
-    def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        spec = self._spec
-        return (num_blocks, num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-    def layer(self, pool: Tensor, index: int) -> Tensor:
-        return pool[:, index]
 
     def prepare(self, batch: ForwardBatch) -> _Metadata:
         num_blocks = -(-batch.kv_lens // self._spec.block_size)

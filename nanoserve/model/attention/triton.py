@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, IntArray
+from nanoserve.model.attention.base import AttentionSpec, ForwardBatch, HeadNorms, IntArray, PlainLayout
 from nanoserve.model.kernels.triton import why_not
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +63,7 @@ class Metadata:
     prefills: tuple[Prefills, ...]
 
 
-class TritonAttention:
+class TritonAttention(PlainLayout):
     """KV of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of the pool."""
 
     name = "triton"
@@ -92,17 +92,6 @@ class TritonAttention:
             return f"the head size must be a power of two from 16 to 256, not {spec.head_dim}"
         group = spec.num_heads // spec.num_kv_heads
         return None if group <= _MAX_GROUP else f"a KV head may serve at most {_MAX_GROUP} query heads, not {group}"
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self._spec.dtype
-
-    def kv_shape(self, *, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        spec = self._spec
-        return (num_blocks, num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-
-    def layer(self, pool: Tensor, index: int) -> Tensor:
-        return pool[:, index]
 
     def prepare(self, batch: ForwardBatch) -> Metadata:
         slots = batch.slot_blocks.numpy() * self._spec.block_size + batch.slot_offsets.numpy()
